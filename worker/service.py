@@ -96,7 +96,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
             require_wing("worker.metrics_port", "--metrics-port")
             from worker.metrics_port.worker_metrics import WorkerMetrics
 
-            WorkerMetrics(front).serve(worker.host, worker.metrics_port, server.is_ready)
+            WorkerMetrics(front).serve(worker.host, worker.metrics_port, server)
         kind_of_servicer = from_wing("worker.drains.servicer:DrainServicer") or WorkerServicer
         register(role, server, kind_of_servicer(front))
         await server.start()

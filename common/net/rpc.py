@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -23,8 +22,6 @@ TOKEN_KEY = "mini-infer-token"
 MAX_REQUEST_BYTES = 8 << 20  # a prompt of a million tokens takes 4 MB, its KV handle included
 MAX_REPLY_BYTES = 64 << 20  # a snapshot of cached keys, log-probabilities of a long prompt
 MAX_CALLS_PER_CONNECTION = 256
-BEAT_SECONDS = 0.5  # of the event loop, see `RpcServer.is_ready`
-SILENT_SECONDS = 3.0
 MAX_WATCHERS = 64
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic in the stubs alone
@@ -148,8 +145,6 @@ class RpcServer:
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = HealthService()
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-        self._last_beat = -SILENT_SECONDS
-        self._beating: asyncio.Task[None] | None = None
         self._server.add_generic_rpc_handlers((self._health.handler(),))
         self.host = host
         try:
@@ -171,25 +166,17 @@ class RpcServer:
     async def start(self) -> None:
         reflection.enable_server_reflection(self._names, self._server)
         await self._server.start()
-        self._beating = asyncio.create_task(self._beat())
+
+    @property
+    def is_serving(self) -> bool:
+        return self._health.is_serving
 
     async def set_serving(self, serving: bool) -> None:
         """Readiness of this server, with all of its services."""
         await self._health.set_serving(serving)
 
-    def is_ready(self) -> bool:
-        """What a health check would be told now, for other threads: serving, and the event loop turns."""
-        return self._health.is_serving and time.monotonic() - self._last_beat < SILENT_SECONDS
-
     async def stop(self, grace_seconds: float) -> None:
-        if self._beating is not None:
-            self._beating.cancel()
         await self._server.stop(grace_seconds)
-
-    async def _beat(self) -> None:
-        while True:
-            self._last_beat = time.monotonic()
-            await asyncio.sleep(BEAT_SECONDS)
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

@@ -9,6 +9,7 @@ import signal
 from common.config import from_args
 from common.errors import ConfigError
 from common.logging import report_end, setup_logging
+from common.metrics_port.pulse import Pulse
 from common.net.rpc import RpcServer
 from kvstore.tier.agent import TierServer
 from kvstore.tier.metrics import serve_metrics
@@ -28,7 +29,7 @@ async def serve(config: AgentConfig) -> None:
     regions = Regions(int(config.host_tier_gb * 2**30), int(config.region_gb * 2**30))
     server = RpcServer(config.host, config.port, config.cluster_token)
     tier = TierServer(regions, config.socket_path)
-    close_metrics = serve_metrics(config.host, config.metrics_port, regions, tier, server.is_ready)
+    close_metrics = serve_metrics(config.host, config.metrics_port, regions, tier, Pulse(server))
     try:
         await server.start()
         await tier.start()

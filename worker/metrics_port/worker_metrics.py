@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from common.metrics import MetricSet, MetricSpec, export_start_time, wing_specs
+from common.metrics_port.pulse import Pulse
 from common.metrics_port.server import serve_scrapes
+from common.net.rpc import RpcServer
 from worker.front.front import WorkerFront
 from worker.messages import EngineLoad, Pull, StepReport
 from worker.metrics_port.metrics import METRICS
@@ -73,9 +75,9 @@ class WorkerMetrics:
         for pull in report.pulls:
             self._observe_pull(pull)
 
-    def serve(self, host: str, port: int, is_ready: Callable[[], bool]) -> None:
+    def serve(self, host: str, port: int, server: RpcServer) -> None:
         """Answer scrapes and health checks until the process ends. Raises ConfigError when the port is taken."""
-        serve_scrapes(self._set.render, host, port, is_ready)
+        serve_scrapes(self._set.render, host, port, Pulse(server))
 
     def _observe_step(self, load: EngineLoad) -> None:
         self._prefill_tokens.inc(load.step_prefill_tokens)
