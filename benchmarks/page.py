@@ -130,7 +130,7 @@ class Crowd:
             (prefill, pb.RequestTimes(queue_seconds=0.02, prefill_seconds=0.3)),
             (decode, pb.RequestTimes(kv_pull_seconds=0.02, num_pulled_tokens=tokens, transport="nixl")),
         ):
-            leg = Leg(WorkerId("x"), link, listener, tokens, False, None, now, times=measured)
+            leg = Leg(WorkerId("x"), link, listener, None, now, times=measured)
             log.first_delta(journal, leg, None)
         journal.outcome = "stop"
         log.ended(journal, now)

@@ -78,7 +78,3 @@ def chat() -> int:
 def demo() -> int:
     """Entry point of `mini-infer-demo`."""
     return run_command("demo", sys.argv[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -48,9 +48,8 @@ class Roles:
         in_cache = self._workers.cached_tokens(journal.packed_prompt, journal.request)
 
         def num_cached(link: WorkerLink) -> int:
-            return min(
-                in_cache.get(link.worker_id, 0), journal.num_tokens - 1
-            )  # sampling needs the last one's logits
+            # Sampling needs the logits of the last token, so that one is always computed.
+            return min(in_cache.get(link.worker_id, 0), journal.num_tokens - 1)
 
         def order(link: WorkerLink) -> tuple[int, int, float]:
             return link.num_requests, -num_cached(link), random.random()

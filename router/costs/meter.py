@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from common.token_ids import num_ids
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
@@ -39,17 +40,26 @@ class WorkerMeter(Meter):
             link.num_expected, time.monotonic(),
         )  # fmt: skip
 
-    def submitted(self, leg: Leg, num_new_tokens: int) -> None:
-        work = self._work[leg.leg_id] = Work(leg.num_prompt_tokens, num_new_tokens, leg.decodes)
+    def submitted(self, leg: Leg, message: pb.Submit, num_new_tokens: int) -> None:
+        work = Work(num_ids(message.prompt_token_ids), num_new_tokens, message.keep)
+        self._work[leg.leg_id] = work
         self.backlog.add(work)
         self.rates.submitted(num_new_tokens, work.pairs, leg.opened)
+        if leg.next_link is not None:
+            meter_of(leg.next_link).expect(leg, work)
 
-    def expects(self, leg: Leg) -> None:
-        self._expected[leg.leg_id] = leg.num_prompt_tokens
-        self.backlog.expected_tokens += leg.num_prompt_tokens
+    def handed_over(self, leg: Leg) -> None:
+        assert leg.next_link is not None
+        meter_of(leg.next_link).expect(leg, self._work[leg.leg_id])
 
-    def expects_no_more(self, leg: Leg) -> None:
-        self.backlog.expected_tokens -= self._expected.pop(leg.leg_id, 0)  # of one before the worker changed models
+    def expect(self, leg: Leg, work: Work) -> None:
+        """Count a leg elsewhere that will go on here."""
+        self._expected[leg.leg_id] = work.num_prompt_tokens
+        self.backlog.expected_tokens += work.num_prompt_tokens
+
+    def expect_no_more(self, leg: Leg) -> None:
+        """It has ended. Nothing, if the worker serves another model since."""
+        self.backlog.expected_tokens -= self._expected.pop(leg.leg_id, 0)
 
     def began(self, leg: Leg, times: pb.RequestTimes) -> None:
         self.backlog.settle(self._work[leg.leg_id])
@@ -57,6 +67,8 @@ class WorkerMeter(Meter):
 
     def ended(self, leg: Leg) -> None:
         self.backlog.remove(self._work.pop(leg.leg_id))
+        if leg.next_link is not None:
+            meter_of(leg.next_link).expect_no_more(leg)
 
     def stepped(self, load: pb.LoadReport) -> None:
         self.rates.observe_load(load)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import MiniInferError
-from common.token_ids import num_ids
 from kvstore.pool.index import PrefixIndex
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
@@ -44,8 +43,6 @@ class Leg:
     leg_id: str
     link: WorkerLink
     listener: LegListener
-    num_prompt_tokens: int
-    decodes: bool  # a row of the worker's steps, soon if not now
     next_link: WorkerLink | None  # where the choice goes on after this leg: it counts as waiting there
     opened: float  # when
     num_offered_tokens: int = 0  # prompt tokens whose KV the next worker could prefetch while this one computed
@@ -60,14 +57,11 @@ class Meter:
     def __init__(self, link: WorkerLink) -> None:
         self._link = link
 
-    def submitted(self, leg: Leg, num_new_tokens: int) -> None:
+    def submitted(self, leg: Leg, message: pb.Submit, num_new_tokens: int) -> None:
         """A leg has been opened. num_new_tokens: of its prompt, which are to be computed."""
 
-    def expects(self, leg: Leg) -> None:
-        """A leg elsewhere will go on here."""
-
-    def expects_no_more(self, leg: Leg) -> None:
-        """It has ended."""
+    def handed_over(self, leg: Leg) -> None:
+        """A leg will go on at its `next_link`, which it had not when it was opened."""
 
     def began(self, leg: Leg, times: pb.RequestTimes) -> None:
         """A leg's first delta is here."""
@@ -148,12 +142,10 @@ class WorkerLink:
         """Open a leg here, with so many prompt tokens to compute. Raises WorkerLostError without an open stream."""
         if self.stream is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
-        num_tokens, now = num_ids(message.prompt_token_ids), time.monotonic()
-        leg = Leg(message.request_id, self, listener, num_tokens, message.keep, next_link, now)
-        self._legs[leg.leg_id] = leg
-        self.meter.submitted(leg, num_new_tokens)
+        leg = self._legs[message.request_id] = Leg(message.request_id, self, listener, next_link, time.monotonic())
+        self.meter.submitted(leg, message, num_new_tokens)
         if next_link is not None:
-            next_link._expect(leg)
+            next_link.num_expected += 1
         self.stream.send(pb.Command(submit=message))
         return leg
 
@@ -162,7 +154,8 @@ class WorkerLink:
         if leg.leg_id not in self._legs or leg.next_link is not None or self.stream is None:
             return
         leg.next_link = next_link
-        next_link._expect(leg)
+        next_link.num_expected += 1
+        self.meter.handed_over(leg)
         self.stream.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
     def close(self, leg: Leg) -> bool:
@@ -272,14 +265,9 @@ class WorkerLink:
         self.meter.began(leg, delta.times)
         self.breaker.record_success()
 
-    def _expect(self, leg: Leg) -> None:
-        self.num_expected += 1
-        self.meter.expects(leg)
-
     def _forget(self, leg: Leg) -> None:
         """Drop the leg: nothing that arrives later reaches its choice."""
         del self._legs[leg.leg_id]
         self.meter.ended(leg)
         if leg.next_link is not None:
             leg.next_link.num_expected -= 1
-            leg.next_link.meter.expects_no_more(leg)
