@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.text.tokenizer import Tokenizer
-from common.wings import call_wing, from_wing, has_wing
+from common.wings import call_wing, from_wing
 from protos import types_pb2 as pb
 from router.api.completion_renderer import CompletionRenderer
 from router.api.prompts import chat_prompt, completion_prompts
@@ -34,13 +34,6 @@ from router.journal import Journal
 from router.request import GenerationRequest
 from router.served_model import ServedModel
 from router.workers.workers import WorkerTable
-
-HAS_CLIENT_TIMEOUTS = has_wing("router.client_timeouts")
-if HAS_CLIENT_TIMEOUTS:
-    from router.client_timeouts.headers import timeout_seconds
-HAS_TRACING = has_wing("router.tracing")
-if HAS_TRACING:
-    from router.tracing.open_tracing import open_tracing
 
 FEATURES: type[Features] = from_wing("router.answers.features:AnswerFeatures") or Features
 ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
@@ -64,7 +57,7 @@ class Gateway:
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
         self.by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
         self.by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
-        self._traced: Traced | None = open_tracing(config) if HAS_TRACING else None
+        self._traced: Traced | None = call_wing("router.tracing.open_tracing:open_tracing", config)
 
     # -- models ------------------------------------------------------------------------------------------------
 
@@ -97,7 +90,8 @@ class Gateway:
     def timeout_seconds(self, http: Request, is_stream: bool) -> float:
         """Seconds after which a request ends. Raises InvalidRequestError for a header that says it wrongly."""
         bound_seconds = self.config.request_timeout_seconds
-        return timeout_seconds(http.headers, is_stream, bound_seconds) if HAS_CLIENT_TIMEOUTS else bound_seconds
+        asked = call_wing("router.client_timeouts.headers:timeout_seconds", http.headers, is_stream, bound_seconds)
+        return bound_seconds if asked is None else asked
 
     async def chat_completions(self, http: Request) -> Response:
         arrival = time.monotonic()

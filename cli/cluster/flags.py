@@ -11,7 +11,7 @@ from cli.cluster.plan import ClusterConfig, LocalWorker, ServeConfig, addresses
 from cli.cluster.ports import free_ports
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.model_files import DRY_RUN_MODEL_NAME
-from common.wings import has_wing
+from common.wings import call_wing, from_wing, has_wing
 from engine.config import EngineConfig, GpuConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
@@ -33,9 +33,6 @@ SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
     RouterConfig: ("prefill", "decode", "model", "models", "cluster_token", "metrics_port", "drain_grace_seconds"),
     EngineConfig: ("host_tier_gb",),
 }
-HAS_HINTS = has_wing("cli.hints")
-if HAS_HINTS:
-    from cli.hints.vllm import INSTEAD_OF_VLLM, check_quant_mode
 HAS_GPUS = has_wing("cli.gpus")
 if HAS_GPUS:
     from cli.gpus.workers import engine_settings_of_ep, fit_to_gpus, placed
@@ -50,8 +47,7 @@ if HAS_AGENT:
 def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     """All flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
     parser = SettingsParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
-    if HAS_HINTS:
-        parser.instead = INSTEAD_OF_VLLM
+    parser.instead = from_wing("cli.hints.vllm:INSTEAD_OF_VLLM") or {}
     for title, cls in GROUPS:
         add_arguments(parser.add_argument_group(title), cls, without=SET_BY_CLUSTER.get(cls, ()))
     return parser
@@ -69,8 +65,7 @@ def parse_config(
 
     Raises ConfigError.
     """
-    if HAS_HINTS:
-        check_quant_mode(argv, env)
+    call_wing("cli.hints.vllm:check_quant_mode", argv, env)
     namespace = build_parser().parse_args(argv)
 
     def settings(cls: type[T], **given: Any) -> T:

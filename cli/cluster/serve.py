@@ -26,7 +26,7 @@ from cli.cluster.supervisor import StartError, Supervisor
 from common.errors import ConfigError
 from common.logging import write_line
 from common.model_files import DEFAULT_MODEL_NAME, resolve_model
-from common.wings import call_wing, from_wing, has_wing
+from common.wings import call_wing, from_wing
 
 FAILED_START_GRACE_SECONDS = 3.0
 BETTER_MODEL = "Qwen/Qwen3-0.6B"  # than the default one, for those who reach the hub
@@ -39,11 +39,9 @@ def run(argv: Sequence[str]) -> int:
     check_ports(config)
     model = resolve_model(config.engine.model)
     placed: list[str] = call_wing("cli.gpus.workers:check_placement", config, model, argv) or []
-    if has_wing("cli.hints"):
-        from cli.hints.variables import misspelt_variables
-
-        for line in misspelt_variables(os.environ, *(cls for _, cls in GROUPS)):
-            print(f"note: {line}", file=sys.stderr)
+    classes = [cls for _, cls in GROUPS]
+    for line in call_wing("cli.hints.variables:misspelt_variables", os.environ, *classes) or ():
+        print(f"note: {line}", file=sys.stderr)
     with run_directory() as run_dir:
         specs = plan_cluster(config, run_dir, os.environ, token=secrets.token_hex(16))
         kind_of_display = from_wing("cli.start_progress.display:ProgressDisplay") or StartDisplay

@@ -16,16 +16,12 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from common.errors import HandshakeError, traceback_text
 from common.net.rpc import open_channel, token_metadata
-from common.wings import has_wing
+from common.wings import call_wing
 from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from router.config import RouterConfig
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_stream import CALL_TIMEOUT_SECONDS, WorkerStream
-
-HAS_HANGS = has_wing("router.hangs")
-if HAS_HANGS:
-    from router.hangs.watches import start_watches
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +83,8 @@ class WorkerConnection:
             return
         stream = WorkerStream(stub, self._metadata, info.worker_id)
         link.attached(info, stream)
-        helpers = [asyncio.create_task(_send_commands(call, stream))]
-        if HAS_HANGS:
-            helpers += start_watches(link, channel, call, self._config)
+        watches = call_wing("router.hangs.watches:start_watches", link, channel, call, self._config) or []
+        helpers = [asyncio.create_task(_send_commands(call, stream)), *watches]
         try:
             while report is not EOF:
                 link.apply(report)
