@@ -12,7 +12,8 @@ from common.errors import InvalidRequestError, NotFoundError, UnavailableError
 from protos import types_pb2 as pb
 from router.gateway import Gateway
 from router.http.errors import HttpError
-from router.http.routes import Routes, check_operator, json_response
+from router.http.routes import Routes, json_response
+from router.operators.access import check_operator, has_other
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_stream import CALL_TIMEOUT_SECONDS
 
@@ -25,7 +26,7 @@ def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
         check_operator(request, gateway.config.api_key, "draining")
         link = _worker(request, gateway)
         model = gateway.workers.model_of(link)
-        if not _is_forced(request) and not model.has_other(link):
+        if not _is_forced(request) and not has_other(model, link):
             raise HttpError(
                 409,
                 f"{link.worker_id} is the only {link.role} worker of {model.name}: "

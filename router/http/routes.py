@@ -17,7 +17,6 @@ from starlette.routing import Route, Router
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from common.errors import UnauthenticatedError
-from common.net.hosts import is_loopback
 from router.http.errors import error_response, log_if_internal
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -124,15 +123,3 @@ class Application:
             await response(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - bugs too: their clients get a 500, unless the answer has begun
             await self._answer_error(scope, error)(scope, receive, send)
-
-
-def check_operator(request: Request, api_key: str, what: str) -> None:
-    """Without an API key, refuse requests from other machines and from pages in a browser: anybody who reaches the
-    port could change the cluster. With one, it has been checked. what: is refused, in words."""
-    if api_key:
-        return
-    host = request.client.host if request.client else ""
-    if not is_loopback(host) or "origin" in request.headers:
-        raise UnauthenticatedError(
-            f"{what} from another machine or a page needs an API key on the router (--api-key)"
-        )

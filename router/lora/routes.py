@@ -9,12 +9,13 @@ from common.errors import InvalidRequestError
 from common.lora.modules import folder_of, parse_lora_modules
 from router.gateway import Gateway
 from router.http.body import parse_body, read_json_object
-from router.http.routes import Routes, check_operator
+from router.http.routes import Routes
 from router.lora.adapters import LoraAdapters
 from router.lora.folder import AdapterFolder
 from router.lora.schemas import LoadLoraAdapterBody, UnloadLoraAdapterBody
 from router.lora.settings import LoraModuleSettings
 from router.lora.watched import WatchedAdapters
+from router.operators.access import check_operator
 
 
 def add_lora_routes(routes: Routes, gateway: Gateway) -> None:

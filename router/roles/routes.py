@@ -13,7 +13,8 @@ from router.api.schemas import Body
 from router.gateway import Gateway
 from router.http.body import parse_body, read_json_object
 from router.http.errors import HttpError
-from router.http.routes import Routes, check_operator, json_response
+from router.http.routes import Routes, json_response
+from router.operators.access import check_operator, has_other
 from router.workers.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def add_role_route(routes: Routes, gateway: Gateway) -> None:
 def _change(link: WorkerLink, role: str, gateway: Gateway) -> None:
     """Place new requests by another role; open ones stay. Raises HttpError where nothing could be served."""
     model = gateway.workers.model_of(link)
-    if role == "prefill" and not model.has_other(link):
+    if role == "prefill" and not has_other(model, link):
         raise HttpError(
             409, f"{link.worker_id} is the only decode worker of {model.name}: without one nothing is served"
         )

@@ -69,10 +69,6 @@ class ModelWorkers:
             return 0.0
         return now - (max((link.lost_time for link in links), default=0.0) or float("-inf"))
 
-    def has_other(self, worker: WorkerLink) -> bool:
-        """Whether its role has another worker that takes requests."""
-        return any(link is not worker and link.role == worker.role and link.is_usable for link in self.links)
-
     def find(self, worker_id: str) -> WorkerLink | None:
         """The attached worker of that name."""
         return next((link for link in self.links if link.info and link.worker_id == worker_id), None)

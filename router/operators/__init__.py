@@ -1,0 +1,1 @@
+"""Routes by which operators change a cluster: who may use them."""
