@@ -36,12 +36,13 @@ SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
 HAS_GPUS = has_wing("cli.gpus")
 if HAS_GPUS:
     from cli.gpus.workers import engine_settings_of_ep, fit_to_gpus, placed
-HAS_AGENT = has_wing("kvstore.tier")
+HAS_AGENT = has_wing("cli.host_tier")
 if HAS_AGENT:
+    from cli.host_tier.node_agent import OWN_FIELDS, node_agent
     from kvstore.tier.settings import AgentConfig
 
     GROUPS = (("node agent", AgentConfig), *GROUPS)
-    SET_BY_CLUSTER[AgentConfig] = "host", "port", "socket", "cluster_token", "metrics_port", "drain_grace_seconds"
+    SET_BY_CLUSTER[AgentConfig] = OWN_FIELDS
 
 
 def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
@@ -101,8 +102,7 @@ def parse_config(
         http=settings(HttpConfig),
         worker=settings(WorkerConfig),
         engine=engine,
-        agent=settings(AgentConfig) if HAS_AGENT else None,
-        agent_port=agent_port,
+        agent=node_agent(settings(AgentConfig), agent_port) if HAS_AGENT else None,
         workers=tuple(workers),
         why_these_workers=why,
     )

@@ -74,7 +74,7 @@ class LocalWorker:
 class ClusterConfig:
     """The settings of all services of one cluster, and the loopback ports that they will use.
 
-    agent: of the node agent, None where the host tier's wing is not installed. workers: prefill workers first.
+    agent: the node agent, if there is one (`cli/host_tier`). workers: prefill workers first.
     """
 
     serve: ServeConfig
@@ -83,7 +83,6 @@ class ClusterConfig:
     worker: WorkerConfig
     engine: EngineConfig
     agent: Any
-    agent_port: int
     workers: tuple[LocalWorker, ...]
     why_these_workers: str = ""  # why there are so many of so many ranks, where that was not given
 
@@ -94,16 +93,11 @@ class ClusterConfig:
         return f"http://{with_port(host, self.router.port)}"
 
     @property
-    def has_agent(self) -> bool:
-        """A node agent does nothing but hold the host tier."""
-        return self.agent is not None and self.agent.host_tier_gb > 0
-
-    @property
     def metrics_ports(self) -> dict[str, int]:
         """Metrics port by service. Empty: none."""
         if not self.serve.metrics_port:
             return {}
-        names = [worker.name for worker in self.workers] + ["agent"] * self.has_agent + ["router"]
+        names = [worker.name for worker in self.workers] + ["agent"] * bool(self.agent) + ["router"]
         return {name: self.serve.metrics_port + index for index, name in enumerate(names)}
 
 
@@ -120,26 +114,19 @@ def addresses(workers: Sequence[LocalWorker], role: str) -> str:
 def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], token: str) -> list[ServiceSpec]:
     """The services of the cluster. `token` is the secret that they will share, unless the settings have one."""
     secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}
-    plan = _Plan(config, run_dir, env, secrets)
-    agent = [plan.agent()] if config.has_agent else []
+    plan = Plan(config, run_dir, env, secrets)
+    agent = [config.agent.spec(plan)] if config.agent else []
     return [*agent, *map(plan.worker, config.workers), plan.router()]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """The router stops first and the node agent last. Workers that are ready before the agent wait for it."""
+class Plan:
+    """What the services have in common. The router stops first, then workers."""
 
     config: ClusterConfig
     run_dir: Path
     env: Mapping[str, str]
     secrets: Mapping[str, str]
-
-    def agent(self) -> ServiceSpec:
-        port, metrics_port = self.config.agent_port, self.config.metrics_ports.get("agent", 0)
-        agent = dataclasses.replace(
-            self.config.agent, host=LOOPBACK, port=port, socket=self._agent_socket, metrics_port=metrics_port
-        )
-        return self._spec("agent", "kvstore", [agent], f"{LOOPBACK}:{port}", stop_stage=2)
 
     def worker(self, worker: LocalWorker) -> ServiceSpec:
         config, name = self.config, worker.name
@@ -149,13 +136,13 @@ class _Plan:
             port=worker.port,
             worker_id=name,
             run_dir=str(self.run_dir),
-            agent_socket=self._agent_socket if config.has_agent else "",
+            agent_socket=config.agent.socket(self.run_dir) if config.agent else "",
             metrics_port=config.metrics_ports.get(name, 0),
         )
         own = [field.name for field in dataclasses.fields(config.engine) if field.metadata["per_worker"]]
         files: dict[str, Any] = {field: f"{path}.{name}" for field in own if (path := getattr(config.engine, field))}
         engine = dataclasses.replace(worker.engine, **files)
-        return self._spec(
+        return self.spec(
             name,
             f"{worker.role}_service",
             [settings, engine, worker.gpu],
@@ -170,19 +157,16 @@ class _Plan:
         config = self.config
         router = dataclasses.replace(config.router, metrics_port=config.metrics_ports.get("router", 0))
         settings, health = [router, config.http], f"{config.url}/readyz"
-        return self._spec("router", "router", settings, health, stop_stage=0, grace_seconds=self._grace_seconds)
-
-    @property
-    def _agent_socket(self) -> str:
-        return str(self.run_dir / "agent.sock")
+        return self.spec("router", "router", settings, health, stop_stage=0, grace_seconds=self._grace_seconds)
 
     @property
     def _grace_seconds(self) -> float:
         return self.config.worker.drain_grace_seconds + 5.0
 
-    def _spec(
+    def spec(
         self, name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any
     ) -> ServiceSpec:
+        """A service with these settings. visible: GPUs; stages: further fields of the service."""
         public = [dataclasses.replace(part, **dict.fromkeys(_secrets_of(part), "")) for part in settings]
         argv = tuple(flag for part in public for flag in to_argv(part))
         env = _child_env(self.env, settings, self.secrets) | ({VISIBLE: visible} if visible else {})
