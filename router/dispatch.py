@@ -6,7 +6,6 @@ A choice (`router.choice`) asks here before each of its legs. Speaks token ids o
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import time
 from collections.abc import Callable, Sequence, Set
@@ -21,7 +20,6 @@ from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import Leg, WorkerLink
 
 LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
-FADE_SECONDS = 5.0  # with choices waiting, after which a first token counts for a third in the drain rate
 
 
 class RequestLog:
@@ -67,35 +65,18 @@ class Roles:
     def watch_kept(self, leg: Leg) -> None:
         """Look after a leg that decodes on a prefill worker."""
 
+    def queue_began(self, now: float) -> None:
+        """A choice waits for its first token, where none did."""
+
+    def first_token(self, now: float) -> None:
+        """A choice has its first token."""
+
+    def queue_seconds(self, num_waiting: int, now: float) -> float:
+        """Expected time until so many that wait now have their first tokens; 0: not known."""
+        return 0.0
+
     def answered(self, journal: Journal, leg: Leg, now: float) -> None:
         """An answer has ended with this leg."""
-
-
-class DrainRate:
-    """How fast choices get their first tokens while others wait: a model's queue empties as fast."""
-
-    def __init__(self) -> None:
-        self._num_left = 0.0  # first tokens, and the time that they took, faded
-        self._seconds = 0.0
-        self._since = 0.0  # the last first token, or since when there is a queue
-
-    def began(self, now: float) -> None:
-        """Note that a choice waits, where none did."""
-        self._since = max(self._since, now)
-
-    def observe(self, now: float) -> None:
-        """Count a first token."""
-        interval = now - self._since
-        kept = math.exp(-interval / FADE_SECONDS)
-        self._num_left = kept * self._num_left + 1
-        self._seconds = kept * self._seconds + interval
-        self._since = now
-
-    def seconds(self, num_waiting: int, now: float) -> float:
-        """Expected time until so many that wait now have their first tokens; 0 before the first measurement."""
-        if not self._num_left:
-            return 0.0
-        return num_waiting * (self._seconds + now - self._since) / self._num_left
 
 
 class Dispatcher:
@@ -109,7 +90,6 @@ class Dispatcher:
         self.open_choices: set[Journal] = set()
         self.num_waiting = 0  # of these, without a first token
         self._workers = workers
-        self._drain = DrainRate()
         self._waiting: dict[Callable[[], None], None] = {}  # for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
@@ -122,7 +102,7 @@ class Dispatcher:
         """Raise OverloadedError when too many choices wait already, UnavailableError with no worker to wait for."""
         now = time.monotonic()
         if self.num_waiting + 1 > self.config.max_queue:
-            seconds = self._drain.seconds(self.num_waiting, now)
+            seconds = self.roles.queue_seconds(self.num_waiting, now)
             raise OverloadedError("the server is overloaded: too many requests are waiting", seconds)
         self._check_absence(now)
 
@@ -186,13 +166,13 @@ class Dispatcher:
 
     def opened(self, journal: Journal) -> None:
         if not self.num_waiting:
-            self._drain.began(journal.arrival)
+            self.roles.queue_began(journal.arrival)
         self.num_waiting += 1
         self.open_choices.add(journal)
 
     def first_token(self, journal: Journal, now: float) -> None:
         self.num_waiting -= 1
-        self._drain.observe(now)
+        self.roles.first_token(now)
         self.metrics.time_to_first_token.observe(now - journal.arrival)
         self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 

@@ -1,7 +1,7 @@
 """gRPC set-up that every service shares: channel options, cluster token, health, reflection, error mapping.
 
 Internal ports carry no user data protection of their own: they bind to loopback unless a cluster token is
-configured (`check_bind`). The token travels as metadata and is compared in constant time.
+configured (`common.net.hosts.check_bind`). The token travels as metadata and is compared in constant time.
 """
 
 from __future__ import annotations

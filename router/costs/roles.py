@@ -15,7 +15,7 @@ from router.costs.meter import WorkerMeter, meter_of
 from router.dispatch import Roles
 from router.journal import Journal
 from router.routing.policy import Decision, choose
-from router.routing.rates import AnswerLength
+from router.routing.rates import AnswerLength, DrainRate
 from router.routing.settings import RoutingSettings
 from router.routing.views import Candidate, RequestView, WorkerView
 from router.workers.model_workers import ModelWorkers
@@ -37,7 +37,7 @@ class PolicyRoles(Roles):
         super().__init__(config, workers)
         self.on_decision: Callable[[Journal, Decision], None] = lambda *_: None  # for `router/explain`
         workers.new_meter = WorkerMeter
-        self.answers = AnswerLength()
+        self.answers, self._drain = AnswerLength(), DrainRate()
         self._policy = config.of(RoutingSettings).policy
         self._random = random.Random()
         self._turn = 0
@@ -64,6 +64,15 @@ class PolicyRoles(Roles):
     def decide(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
         """Choose among views, as `policy.choose`."""
         return choose(self._policy, request, prefill, decode, self._config.local_prefill_tokens)
+
+    def queue_began(self, now: float) -> None:
+        self._drain.began(now)
+
+    def first_token(self, now: float) -> None:
+        self._drain.observe(now)
+
+    def queue_seconds(self, num_waiting: int, now: float) -> float:
+        return self._drain.seconds(num_waiting, now)
 
     def answered(self, journal: Journal, leg: Leg, now: float) -> None:
         num_tokens = len(journal.output_token_ids)

@@ -1,5 +1,5 @@
-"""What is measured as requests run: the speed of one worker, how long answers of a model are. Moving averages that
-adapt within a few requests. Pure."""
+"""What is measured as requests run: the speed of one worker; of a model, how long answers are, and how fast its queue
+empties. Moving averages that adapt within a few requests. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ WEIGHT = 0.2  # of the newest measurement
 ARRIVAL_SECONDS = 3.0  # over which arriving prompt tokens are averaged: in 1 s a single prompt looks like a flood
 OLD_SECONDS = 10.0  # without a request
 ANSWER_WEIGHT = 0.05  # of the newest answer in the mean length
+FADE_SECONDS = 5.0  # with choices waiting, after which a first token counts for a third in the drain rate
 
 
 @dataclass(slots=True)
@@ -87,6 +88,33 @@ class AnswerLength:
     def expected(self, max_tokens: int) -> float:
         """Expected length of an answer that may have `max_tokens`."""
         return min(self.mean or EXPECTED_TOKENS, max_tokens)
+
+
+class DrainRate:
+    """How fast choices get their first tokens while others wait: a model's queue empties as fast."""
+
+    def __init__(self) -> None:
+        self._num_left = 0.0  # first tokens, and the time that they took, faded
+        self._seconds = 0.0
+        self._since = 0.0  # the last first token, or since when there is a queue
+
+    def began(self, now: float) -> None:
+        """Note that a choice waits, where none did."""
+        self._since = max(self._since, now)
+
+    def observe(self, now: float) -> None:
+        """Count a first token."""
+        interval = now - self._since
+        kept = math.exp(-interval / FADE_SECONDS)
+        self._num_left = kept * self._num_left + 1
+        self._seconds = kept * self._seconds + interval
+        self._since = now
+
+    def seconds(self, num_waiting: int, now: float) -> float:
+        """Expected time until so many that wait now have their first tokens; 0 before the first measurement."""
+        if not self._num_left:
+            return 0.0
+        return num_waiting * (self._seconds + now - self._since) / self._num_left
 
 
 def _mix(old: float, new: float) -> float:

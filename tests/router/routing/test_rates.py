@@ -11,7 +11,7 @@ from common.step_times import StepCost
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.routing.policy import choose
-from router.routing.rates import ARRIVAL_SECONDS, OLD_SECONDS, AnswerLength, WorkerRates
+from router.routing.rates import ARRIVAL_SECONDS, OLD_SECONDS, AnswerLength, DrainRate, WorkerRates
 from router.routing.views import Candidate, RequestView, WorkerView
 
 
@@ -36,6 +36,36 @@ def test_the_wait_for_a_slot_grows_with_the_requests_ahead() -> None:
     assert overloaded(7).terms["slot"] == 0
     assert overloaded(8).terms["slot"] == pytest.approx(100 * 0.01 / 8)  # the first of eight to end
     assert overloaded(15).terms["slot"] == pytest.approx(100 * 0.01)  # all eight
+
+
+def drained(per_second: float, seconds: float) -> DrainRate:
+    """A rate measured from second 100 on, with a queue all the time."""
+    rate = DrainRate()
+    rate.began(100.0)
+    for number in range(int(seconds * per_second)):
+        rate.observe(100.0 + (number + 1) / per_second)
+    return rate
+
+
+def test_a_queue_takes_its_length_over_the_rate_of_first_tokens() -> None:
+    assert DrainRate().seconds(256, now=5.0) == 0.0  # not measured
+    assert drained(per_second=8.0, seconds=20.0).seconds(256, now=120.0) == pytest.approx(32.0, rel=0.01)
+
+
+def test_time_without_a_queue_does_not_slow_the_rate_down_and_time_without_a_token_does() -> None:
+    rate = drained(per_second=8.0, seconds=20.0)
+    assert rate.seconds(256, now=125.0) > 60.0
+    rate.began(1000.0)
+    assert rate.seconds(256, now=1000.0) == pytest.approx(32.0, rel=0.01)
+    rate.observe(1000.1)
+    assert rate.seconds(256, now=1000.1) == pytest.approx(32.0, rel=0.02)
+
+
+def test_the_rate_follows_a_change_within_seconds() -> None:
+    rate = drained(per_second=8.0, seconds=20.0)
+    for number in range(40):
+        rate.observe(120.0 + (number + 1) / 2.0)
+    assert rate.seconds(10, now=140.0) == pytest.approx(5.0, rel=0.1)
 
 
 def test_rates_follow_what_was_measured() -> None:
