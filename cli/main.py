@@ -9,8 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from common import VERSION
 from common.errors import MiniInferError
-from common.version import VERSION
 from common.wings import require_wing
 
 # name -> (module with `run(argv) -> exit code`, what it does)

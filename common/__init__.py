@@ -2,6 +2,8 @@
 
 import os
 
+VERSION = "0.1.0"  # in the package's metadata, `mini_infer.__version__`, GET /version and WorkerInfo
+
 # grpc reads this when it is first imported, so it stands where every process of ours begins. Why:
 # docs/decisions/messages-and-the-token-path.md.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")

@@ -20,8 +20,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from common import VERSION
 from common.errors import ConfigError
-from common.version import VERSION
 from common.wings import wing_modules
 
 M = TypeVar("M", bound=Gauge | Counter | Histogram)

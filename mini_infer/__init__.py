@@ -6,7 +6,7 @@ Names are loaded when they are used, because torch takes seconds to import.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from common.version import VERSION as __version__
+from common import VERSION as __version__
 
 if TYPE_CHECKING:
     from common.grammar import grammar

@@ -15,13 +15,13 @@ import time
 
 from msgspec.structs import replace
 
+from common import VERSION
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.errors import ConfigError, UnavailableError
 from common.logging import report_end, setup_logging
 from common.net.hosts import with_port
 from common.net.rpc import RpcServer
 from common.process import TRIM_SECONDS, resident, share_one_heap, trim_heap
-from common.version import VERSION
 from common.wings import from_wing, require_wing
 from engine.config import EngineConfig, GpuConfig
 from protos import types_pb2 as pb

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from common import VERSION
 from common.errors import ConfigError
 from common.logging import current_format
-from common.version import VERSION
 from engine.config import EngineConfig, GpuConfig
 from engine.engine import DeviceLostError
 from engine.pipeline_parallel.socket_frames import SocketSource, receive_frame, send_frame, watch_peer

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from common.version import VERSION
+from common import VERSION
 from common.wings import has_wing
 from router.http.routes import Described, Routes, json_response
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from common.version import VERSION
+from common import VERSION
 from kvstore.types import WorkerId
 from router.costs.meter import meter_of
 from router.explain.log import ExplainLog

@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.version import VERSION
+from common import VERSION
 from router.gateway import Gateway
 from router.http.routes import Routes, json_response
 

@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from common.version import VERSION
+from common import VERSION
 from router.journal import Journal
 from router.request import GenerationRequest
 from router.tracing.export import Export

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from cli.main import COMMANDS, main, run_command
+from common import VERSION
 from common.errors import ConfigError
-from common.version import VERSION
 
 
 def test_help_lists_every_command(capsys):

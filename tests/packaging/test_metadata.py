@@ -10,7 +10,7 @@ from importlib.metadata import packages_distributions
 
 import grpc
 
-from common.version import VERSION
+from common import VERSION
 from tests.test_repository import PACKAGES, ROOT, SHIPPED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -64,9 +64,9 @@ def test_the_stubs_work_with_the_oldest_packages_that_an_installation_may_have()
 
 
 def test_the_version_is_written_once() -> None:
-    """Everything else reads common/version.py."""
+    """Everything else reads common/__init__.py."""
     homes = [path for path in SHIPPED if f'"{VERSION}"' in path.read_text()]
-    assert homes == [ROOT / "common" / "version.py"]
+    assert homes == [ROOT / "common" / "__init__.py"]
     assert "version" in PROJECT["project"]["dynamic"]
 
 

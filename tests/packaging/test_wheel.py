@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.version import VERSION
+from common import VERSION
 from tests.harness.processes import command_line
 from tests.harness.served import FLAGS, Served
 from tests.packaging.documentation import commands_of, runnable

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from common import VERSION
 from common.config import from_args, setting
 from common.errors import ConfigError
 from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS, report_end, setup_logging
 from common.net.hosts import check_bind
 from common.process import exit_on_sigterm
-from common.version import VERSION
 from engine.pipeline_parallel.remote_stage import StageHello
 from engine.pipeline_parallel.socket_frames import receive_frame, send_frame, watch_peer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from common.version import VERSION
+from common import VERSION
 from tests.harness.router import DRY_RUN, cluster
 from tests.harness.scripted_worker import Script
 
