@@ -180,12 +180,12 @@ TINY_MODELS = {
     ),
     "mixtral": TinyModel("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
-# What sets the others apart (rotary tables, biases, how a file is cut) is not divided among ranks or stages, or one
-# of these has it, too.
+# What sets the others apart (rotary tables, biases, windows, how experts are chosen, how a file is cut) is not
+# divided among ranks, or one of these has it, too.
 UNLIKE_WHEN_DIVIDED = sorted(
     TINY_MODELS.keys()
-    - {"gemma3-scaled", "llama-rope-linear", "llama-rope-llama3", "llama-rope-yarn", "mistral", "phi3-short"}
-    - {"qwen2-untied-sharded", "qwen3-biases"}
+    - {"gemma3-scaled", "llama-rope-linear", "llama-rope-llama3", "llama-rope-yarn", "mistral", "mistral-window"}
+    - {"phi3", "phi3-short", "qwen2-untied-sharded", "qwen3-biases", "deepseek-v2", "mixtral", "qwen2-moe"}
 )
 
 

@@ -77,7 +77,7 @@ def test_a_request_that_is_handed_over(model: Path, head: str) -> None:
     expected, _ = plain_run(model, quant_mode="none")
     prefill, decode = (drafted_by(model, head, **ALWAYS) for _ in range(2))
     seen: list[int] = []
-    for prompt, params, plain in zip(PROMPTS, PARAMS, expected, strict=True):
+    for prompt, params, plain in zip(PROMPTS[::2], PARAMS[::2], expected[::2], strict=True):
         sent = prefill.engine.add_request(prompt, params, prefill_only=True)
         finish(prefill.engine)
         leased = prefill.engine.kv.detach(sent, sent.num_known_tokens - 1)
@@ -91,8 +91,8 @@ def test_a_request_that_is_handed_over(model: Path, head: str) -> None:
             decode.engine.step()
             seen += [state.drafter.kv.first for state in decode.runner._requests._states.values() if state.drafter]
         assert request.output_token_ids == plain.output_token_ids
-    assert set(seen) == {len(prompt) if len(prompt) > 16 else 0 for prompt in PROMPTS}
-    assert num_drafts(decode.engine)[0] > 100
+    assert set(seen) == {len(prompt) if len(prompt) > 16 else 0 for prompt in PROMPTS[::2]}
+    assert num_drafts(decode.engine)[0] > 50
     assert num_drafts(prefill.engine) == (0, 0)
 
 
