@@ -41,6 +41,8 @@ from tests.harness.waiting import wait_until
 
 NUM_TOKENS = 14
 MESSAGES: Any = [{"role": "user", "content": "a question, the same question, and the same question once more"}]
+ASKED: dict[str, Any] = {"messages": MESSAGES, "temperature": 0.0}
+ASKED_RESPONSES: dict[str, Any] = {"input": MESSAGES, "temperature": 0.0}
 TEMPLATE = HERMES_TEMPLATE + (  # as Qwen3's
     "<think>\n{%- if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{%- endif %}"
 )
@@ -203,69 +205,80 @@ def ask(served: Served, path: str, **fields: Any) -> Any:
     return answer.json()
 
 
+def ask_all(served: Served, *asked: tuple[str, dict[str, Any]]) -> list[Any]:
+    """All at once: in as many steps as the longest answer takes."""
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return [*pool.map(lambda each: ask(served, each[0], **each[1]), asked)]
+
+
 def test_all_apis_reason_as_a_plain_engine_does(served: Served) -> None:
     """A template opens the reasoning, which no random model closes."""
-    greedy: dict[str, Any] = {"temperature": 0.0}
-    chat = ask(served, "chat/completions", messages=MESSAGES, max_tokens=NUM_TOKENS, **greedy)
+    chat = ask(served, "chat/completions", **ASKED, max_tokens=NUM_TOKENS)
     served.check(chat["choices"][0]["message"]["reasoning"])
     assert served.cluster.legs_of(chat["id"])[-1]["transport"] == served.transport
-    responses = ask(served, "responses", input=MESSAGES, max_output_tokens=NUM_TOKENS, **greedy)
+    responses, messages = ask_all(
+        served,
+        ("responses", {**ASKED_RESPONSES, "max_output_tokens": NUM_TOKENS}),
+        ("messages", {**ASKED, "max_tokens": NUM_TOKENS}),
+    )
     served.check(responses["output"][0]["content"][0]["text"])
-    messages = ask(served, "messages", messages=MESSAGES, max_tokens=NUM_TOKENS, **greedy)
     served.check(messages["content"][0]["thinking"])
 
 
 def test_all_apis_call_a_tool(served: Served) -> None:
     """The same one: a grammar is followed after a reasoning that is left out, and after a bounded one."""
-    most, greedy = 160, {"temperature": 0.0}
-    tools = [{"type": "function", "function": FUNCTION}]
+    most, tools = 160, [{"type": "function", "function": FUNCTION}]
     one: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
-    fields = {"messages": MESSAGES, "max_tokens": most, "tools": tools, **one, **greedy}
-    chat = ask(served, "chat/completions", reasoning_effort="none", **fields)["choices"][0]
-    assert chat["finish_reason"] == "tool_calls"
-    called = chat["message"]["tool_calls"][0]["function"]
+    fields = {**ASKED, "max_tokens": most, "tools": tools, **one}
+    in_responses = {
+        **ASKED_RESPONSES, "max_output_tokens": most, "tools": [{"type": "function", **FUNCTION}],
+        "reasoning": {"effort": "none"}, **one,
+    }  # fmt: skip
+    in_messages = {
+        **ASKED, "max_tokens": most, "thinking": {"type": "disabled"},
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "tools": [{"name": "look", "description": "Look it up.", "input_schema": PARAMETERS}],
+    }  # fmt: skip
+    chat, responses, messages, bounded = ask_all(
+        served,
+        ("chat/completions", {**fields, "reasoning_effort": "none"}),
+        ("responses", in_responses),
+        ("messages", in_messages),
+        ("chat/completions", {**fields, "thinking_token_budget": 6}),
+    )
+    assert chat["choices"][0]["finish_reason"] == "tool_calls"
+    called = chat["choices"][0]["message"]["tool_calls"][0]["function"]
     assert (called["name"], json.loads(called["arguments"])["a"] in (1, 2)) == ("look", True)
-    responses = ask(
-        served, "responses", input=MESSAGES, max_output_tokens=most, tools=[{"type": "function", **FUNCTION}],
-        reasoning={"effort": "none"}, **one, **greedy,
-    )  # fmt: skip
     call = next(item for item in responses["output"] if item["type"] == "function_call")
     wanted = ({"a": 1}, {"a": 2}) if not served.is_exact else (json.loads(called["arguments"]),)
     assert (call["name"], json.loads(call["arguments"]) in wanted) == ("look", True)
-    messages = ask(
-        served, "messages", messages=MESSAGES, max_tokens=most,
-        tool_choice={"type": "any", "disable_parallel_tool_use": True},
-        tools=[{"name": "look", "description": "Look it up.", "input_schema": PARAMETERS}],
-        thinking={"type": "disabled"}, **greedy,
-    )  # fmt: skip
     used = next(block for block in messages["content"] if block["type"] == "tool_use")
     assert used["input"] in wanted
-    bounded = ask(served, "chat/completions", thinking_token_budget=6, **fields)["choices"][0]["message"]
-    assert bounded["reasoning"]
-    assert json.loads(bounded["tool_calls"][0]["function"]["arguments"])["a"] in (1, 2)
+    message = bounded["choices"][0]["message"]
+    assert message["reasoning"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"])["a"] in (1, 2)
 
 
 def test_all_at_once_with_vectors_and_log_probabilities(served: Served) -> None:
-    greedy, tools = {"temperature": 0.0}, [{"type": "function", "function": FUNCTION}]
-    bodies: dict[str, dict[str, Any]] = {
-        "chat/completions": {
-            "messages": MESSAGES, "tools": tools, "tool_choice": "required", "thinking_token_budget": 6,
-            "parallel_tool_calls": False, "max_tokens": 160, **greedy,
-        },
-        "responses": {"input": MESSAGES, "max_output_tokens": NUM_TOKENS, **greedy},
-        "messages": {"messages": MESSAGES, "max_tokens": NUM_TOKENS, **greedy},
-        "embeddings": {"input": "Hello"},
-        "completions": {"prompt": "Hello", "max_tokens": 1, "echo": True, "logprobs": 1},
+    call = {
+        "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required",
+        "thinking_token_budget": 6, "parallel_tool_calls": False, "max_tokens": 160,
     }  # fmt: skip
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        answers = dict(zip(bodies, pool.map(lambda path: ask(served, path, **bodies[path]), bodies), strict=True))
-    message = answers["chat/completions"]["choices"][0]["message"]
+    chat, responses, messages, embeddings, completion = ask_all(
+        served,
+        ("chat/completions", {**ASKED, **call}),
+        ("responses", {**ASKED_RESPONSES, "max_output_tokens": NUM_TOKENS}),
+        ("messages", {**ASKED, "max_tokens": NUM_TOKENS}),
+        ("embeddings", {"input": "Hello"}),
+        ("completions", {"prompt": "Hello", "max_tokens": 1, "echo": True, "logprobs": 1}),
+    )
+    message = chat["choices"][0]["message"]
     assert json.loads(message["tool_calls"][0]["function"]["arguments"])["a"] in (1, 2)
-    served.check(answers["responses"]["output"][0]["content"][0]["text"])
-    served.check(answers["messages"]["content"][0]["thinking"])
-    [vector] = answers["embeddings"]["data"]
+    served.check(responses["output"][0]["content"][0]["text"])
+    served.check(messages["content"][0]["thinking"])
+    [vector] = embeddings["data"]
     assert sum(number**2 for number in vector["embedding"]) == pytest.approx(1.0, abs=1e-3)
-    assert len(answers["completions"]["choices"][0]["logprobs"]["tokens"]) == 6
+    assert len(completion["choices"][0]["logprobs"]["tokens"]) == 6
 
 
 def test_simulated_steps(tmp_path: Path) -> None:
