@@ -133,8 +133,18 @@ def merged_answers(model: Path, asked: Asked, known: Answers, monkeypatch: pytes
 DRAFTS = {"num_speculative_tokens": 2, "adaptive_drafts": False, "max_num_seqs": 18}
 
 
-@pytest.mark.parametrize("settings", [{}, DRAFTS])
-@pytest.mark.parametrize("has_graphs", [False, True])
+on_gpu_alone = pytest.mark.skipif(not ON_GPU, reason="the others have each of both, which takes seconds here")
+
+
+@pytest.mark.parametrize(
+    ("has_graphs", "settings"),
+    [
+        (True, {}),
+        (False, DRAFTS),
+        pytest.param(False, {}, marks=on_gpu_alone),
+        pytest.param(True, DRAFTS, marks=on_gpu_alone),
+    ],
+)
 def test_a_batch_of_adapters_equals_merged_models(
     has_graphs: bool, settings: dict[str, Any], model: Path, adapters: list[Path], known: Answers,
     monkeypatch: pytest.MonkeyPatch,
