@@ -90,7 +90,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.mark.parametrize(("count", "num_kills"), [(24, 1), pytest.param(200, 20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("count", "num_kills"), [(16, 1), pytest.param(200, 20, marks=pytest.mark.soak)])
 @pytest.mark.asyncio
 async def test_the_same_bytes_after_kills(cluster: Cluster, count: int, num_kills: int) -> None:
     rng = random.Random(count)
