@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,7 @@ def test_the_documented_command_advises(
 ) -> None:
     write_trace(tmp_path / "conversation_trace.jsonl")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # each process imports the engine anew
     for command in commands_of(f"{HERE}::test_the_documented_command_advises"):
         _, name, *flags = shlex.split(runnable(command, ""))
         assert run_command(name, flags) == 0
