@@ -119,7 +119,7 @@ def test_drafts_are_those_of_the_head_on_a_cpu(
     model = save_family(tmp_path / "model", changes) if changes else save_tiny_model(tmp_path / "model")
     use_small_tiles(monkeypatch, 4)
     head = HEADS[kind].save(tmp_path / "head")
-    params = [SamplingParams(max_tokens=10, temperature=temperature, seed=seed, ignore_eos=True) for seed in range(3)]
+    params = [SamplingParams(max_tokens=7, temperature=temperature, seed=seed, ignore_eos=True) for seed in range(3)]
     on_cpu = assemble(
         EngineConfig(
             str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64, adaptive_drafts=False,
