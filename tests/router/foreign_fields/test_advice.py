@@ -1,4 +1,4 @@
-"""Advice that a model's chat template does not read, and what an answer's header says of it."""
+"""Fields of other servers that ask for nothing are taken; an answer's header names advice that nobody reads."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.harness.router import DRY_RUN, cluster
+from tests.harness.router import DRY_RUN, Cluster, cluster
 
 READING = (
     "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'low' %}{% endif %}{{ reasoning_effort }}"
 )
 THINKS = "{# <think> </think> #}"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,26 @@ async def test_the_answer_names_advice_that_is_not_heeded(
 )
 async def test_so_it_does_with_efforts(template: str, fields: dict[str, Any], named: str | None) -> None:
     await test_the_answer_names_advice_that_is_not_heeded(template, fields, named)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_harmless_fields_of_common_clients_are_accepted(c: Cluster) -> None:
+    answer = await c.chat(
+        metadata={"a": "b"}, store=False, user="u", service_tier="auto", tool_choice="none", tools=[],
+        parallel_tool_calls=True, response_format={"type": "text"}, suffix=None, modalities=["text"],
+    )  # fmt: skip
+    assert answer.status_code == 200
+    answer = await c.chat(
+        use_beam_search=False, length_penalty=1.0, spaces_between_special_tokens=True, prompt_logprobs=None,
+        stream=True, stream_options={"include_obfuscation": False},
+    )  # fmt: skip
+    assert answer.status_code == 200
+    assert (await c.chat(tools=TOOLS, tool_choice="none", reasoning_effort="none")).status_code == 200
+    assert (await c.chat(reasoning_effort="high", verbosity="low")).status_code == 200
+    answer = await c.chat(
+        echo=False, best_of=1, add_special_tokens=False, top_logprobs=0, prompt_embeds=None, request_id=None,
+        vllm_xargs={}, return_tokens_as_token_ids=False, moderation=None,
+    )  # fmt: skip
+    assert answer.status_code == 200
+    answer = await c.complete(tools=[], tool_choice="auto", parallel_tool_calls=False)
+    assert answer.status_code == 200

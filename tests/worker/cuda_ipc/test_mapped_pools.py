@@ -1,20 +1,26 @@
-"""Pulls from the mapped pool of a peer: the right bytes. The device is the CPU."""
+"""Pools that others map: a pull brings the right bytes (the device is the CPU), and memory may not be to be had."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from common.errors import ConfigError
 from kernels.kv_copies import kernels_for
 from kvstore.pool.digest import digest_blocks
+from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory
-from tests.kvstore.helpers import ids
+from tests.kvstore.conftest import patience  # noqa: F401 - for all tests of this file
+from tests.kvstore.helpers import GEOMETRY, ids
+from worker.config import WorkerConfig
 from worker.cuda_ipc import mapped_pulls
 from worker.cuda_ipc.mapped_pulls import AttachedPool, MappedPulls
 from worker.gpu_hand_off.device_pool import DevicePool
+from worker.kv.shared_pool import SharedPoolMemory
 
 NUM_BLOCKS = 6
 
@@ -36,3 +42,21 @@ def test_the_kernel_is_launched_before_a_pull_and_changes_no_block(monkeypatch: 
     MappedPulls(DevicePool(kv_pool))
     assert [name for name, *_ in kernels.method_calls] == ["copy_blocks"]
     assert torch.equal(kv_pool, before)
+
+
+def test_shareable_memory_that_another_process_took_meanwhile_is_a_message_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(device: int, num_bytes: int) -> None:
+        raise ConfigError(f"{num_bytes} bytes are not free on GPU {device}")
+
+    for name, value in {
+        "init": None, "empty_cache": None, "mem_get_info": (5 * 10**8, 24 * 10**9), "memory_reserved": 23 * 10**9
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(cuda_memory, "can_share", lambda _: True)
+    monkeypatch.setattr(cuda_memory, "create", create)
+    memory = SharedPoolMemory(WorkerConfig(worker_id="reader", run_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"not free on GPU 0: .* 0\.5 GB free\. Lower --gpu-memory-fraction"):
+        memory.allocate(GEOMETRY, torch.device("cuda", 0))
+    memory.close()
