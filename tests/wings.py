@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TABLE: dict[str, Any] = tomllib.loads((ROOT / "wings.toml").read_text(encoding="utf-8"))
 WINGS: dict[str, dict[str, Any]] = TABLE["wings"]
-# Which `mini_infer` loads when they are asked for.
+# Which `engine` and `mini_infer` load when they are asked for.
 OFFLINE_NAMES = {"LLM", "AsyncLLM", "Completion", "Embedding"}
 REGISTERED = re.compile(r"[a-z0-9_.]+:\w+")  # "module:Name"
 # Whose tests run in the copy: what they test is in Python alone, no page, image, manifest or real model.
@@ -61,7 +61,7 @@ def _modules(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-        asks = node.module == "mini_infer" and any(alias.name in OFFLINE_NAMES for alias in node.names)
+        asks = node.module in ("engine", "mini_infer") and any(alias.name in OFFLINE_NAMES for alias in node.names)
         offline = ["engine.offline.llm"] if asks else []
         return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names), *offline]
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and REGISTERED.fullmatch(node.value):

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import engine
+import mini_infer
 from common.errors import ConfigError, ContextLengthError, EngineError, InvalidRequestError
 from engine.cpu.runner import CpuRunner
 from engine.engine import DeviceLostError
@@ -64,6 +66,11 @@ def test_no_setting_changes_a_token(
     pool = llm.engine.kv.pool
     pool.check_integrity()
     assert pool.num_used == 0
+
+
+@pytest.mark.parametrize("name", ["LLM", "AsyncLLM", "Completion", "Embedding", "SamplingParams"])
+def test_the_engine_has_the_names_of_the_python_api(name: str) -> None:
+    assert getattr(engine, name) is getattr(mini_infer, name)
 
 
 def test_a_stop_string_ends_an_answer_before_itself() -> None:
