@@ -163,7 +163,7 @@ def test_the_hubs_cache_goes_on_within_a_file_unless_its_part_is_another(hub, tm
         assert asked == (["bytes=100-", None] if is_spoilt else ["bytes=10485760-"])
         assert (found / "model.safetensors").read_bytes() == FILES["model.safetensors"]
         assert not list(home.rglob("parts/*"))
-        assert Path(download_into_cache("http://127.0.0.1:9", home)) == found  # without the hub
+    assert Path(download_into_cache("http://127.0.0.1:9", home)) == found  # without the hub
 
 
 def test_a_switch_for_fast_networks_leaves_all_to_the_hubs_client(hub, tmp_path):
