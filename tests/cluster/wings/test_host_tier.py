@@ -8,8 +8,8 @@ from mini_infer import LLM, SamplingParams
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.waiting import wait_until
 
-PROMPTS = [f"conversation {i}: " + "once upon a time " * (3 + i % 5) for i in range(8)]
-NUM_TOKENS = 40
+PROMPTS = [f"conversation {i}: " + "once upon a time " * (3 + i % 5) for i in range(12)]
+NUM_TOKENS = 60
 
 
 def complete_all(cluster: Cluster) -> list[str]:
