@@ -217,7 +217,8 @@ class Shape:
         has_programs = self.kv_heads <= self.programs and self.splits <= MAX_SPLITS
         has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and has_programs
         has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (64, 8), (128, 8))
-        has_scales = not (self.is_e4m3 and self.experts and self.is_by_pieces(self.inner))  # pieces have none
+        lacks_scales = self.dense_layers or (self.experts and self.is_by_pieces(self.inner))  # of experts
+        has_scales = not (self.is_e4m3 and lacks_scales)
         has_slots = all(self._has_slots(*each) for each in self.stages)
         parts = self.heads * LATENT_RANK // LATENT_ROWS if self.is_latent else 0  # a program's, of W_UK and of W_UV
         has_latents = parts <= self.programs and (not self.is_latent or (self.group == 8 and not self.is_e4m3))

@@ -120,6 +120,7 @@ def test_a_row_of_nobody_stores_nothing() -> None:
         {**EXPERTS, "hidden": 4096, "heads": 64, "kv_heads": 8, "intermediate": 1536, "is_e4m3": True},
         {**V2_LITE, "heads": 32, "kv_heads": 4},
         {**V2_LITE, "is_e4m3": True},
+        {**EXPERTS, "dense_layers": 1, "is_e4m3": True},
     ],
     ids=[
         "Llama-3.3-70B",
@@ -132,6 +133,7 @@ def test_a_row_of_nobody_stores_nothing() -> None:
         "long rows of experts' W_down in e4m3",
         "32 latent heads",
         "V2-Lite in e4m3",
+        "a dense layer cut into experts, whose scales are not",
     ],
 )
 def test_models_that_do_not_fit(changes: dict[str, int]) -> None:
