@@ -47,8 +47,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_REPLY_BYTES),
     ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
-    # Windows stay at 64 KiB until a call asks for its message. With probes they grow while a server gets no core, and so
-    # does what strangers can make it hold. A prompt of 1 MB takes 0.5 ms longer.
+    # Windows stay at 64 KiB until a call asks for its message. With probes they grow while a server gets no core, and
+    # so does what strangers can make it hold. A prompt of 1 MB takes 0.5 ms longer.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a feature
 )
