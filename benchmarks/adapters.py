@@ -89,14 +89,18 @@ def write_adapters(folder: Path, model: ModelConfig, targets: str, count: int, r
     """Write adapters of equal weights, but for their scale. Returns how requests name them."""
     wanted = tuple(targets.split(","))  # all names end with the empty one
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": wanted}
-    tensors = {}
-    for layer in layers_of(model).linears:
+    shapes, layers = {}, layers_of(model)
+    for layer in layers.linears:
         for module in layer.modules:
-            if module.name == HEAD or not module.name.endswith(wanted):
-                continue
-            for name, shape in {"A": (rank, layer.num_columns), "B": (module.num_outputs, rank)}.items():
-                weight = torch.randn(shape, dtype=torch.bfloat16) * 0.01
-                tensors[f"base_model.model.{module.name}.lora_{name}.weight"] = weight
+            if module.name.endswith(wanted) and (module.name != HEAD or HEAD in wanted):
+                shapes[f"{module.name}.lora_A.weight"] = rank, layer.num_columns
+                shapes[f"{module.name}.lora_B.weight"] = module.num_outputs, rank
+    if layers.embedding.endswith(wanted) and targets:
+        shapes[f"{layers.embedding}.lora_embedding_A"] = rank, layers.vocab_size
+        shapes[f"{layers.embedding}.lora_embedding_B"] = layers.hidden_size, rank
+    tensors = {
+        f"base_model.model.{name}": torch.randn(shape, dtype=torch.bfloat16) * 0.01 for name, shape in shapes.items()
+    }
     names = []
     for index in range(count):
         own = folder / str(index)

@@ -54,7 +54,7 @@ class FusedForward:
         self._row_decoder: RowDecoder | None = None
         self.passes_on = ranks.passes_on
         self.dtype = model.embedding.dtype
-        self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
+        self.logits = self._forwards.logits
 
     def observe_with(self, observer: Observer) -> None:
         """Show `observer` all steps from now on; graphs that are captured earlier do not."""
@@ -78,7 +78,7 @@ class FusedForward:
     def of_ops(self, forwards: GpuForwards) -> FusedForward:
         """Return this pass with the ops of `forwards`."""
         found = copy.copy(self)
-        found._forwards, found._row_decoder = forwards, None
+        found._forwards, found._row_decoder, found.logits = forwards, None, forwards.logits
         return found
 
     def hidden(self, inputs: GpuInputs) -> Tensor:

@@ -86,6 +86,7 @@ class GpuForwards:
         self._workspace = plain.workspace_on(model.embedding.device)
         self._max_quantized_rows = quantized.max_quantized_rows(model) if HAS_QUANTIZED else 0
         self._lowered = cache(self._lower)
+        self.logits = model.head  # normed hidden states (rows, hidden) -> (rows, vocab), of this rank
         self.observer: Observer | None = None
         for block in (each.inner for each in model.blocks):
             if block.gpu_ops:

@@ -8,8 +8,8 @@ from common.lora.adapter_ref import AdapterRef
 from engine.config import GpuConfig
 from engine.loader.load import LoadedModel
 from engine.lora.gpu_runner import LoraGpuRunner
-from engine.lora.gpu_slots import FollowedSlots, GpuSlots, SlotStore, for_kernels
-from engine.lora.layers import Layers
+from engine.lora.gpu_slots import FollowedSlots, GpuSlots, SlotStore
+from engine.lora.layers import Layers, without_vocabulary
 from engine.lora.reader import AdapterFile
 from engine.lora.settings import LoraSettings
 
@@ -18,7 +18,8 @@ class GpuAdapters(SlotStore):
     """See Adapters in engine.wings. Of the first rank, if there are others."""
 
     def __init__(self, loaded: LoadedModel, layers: Layers, settings: LoraSettings) -> None:
-        layers = for_kernels(layers)
+        if not settings.lora_target_modules:  # the vocabulary takes much memory, and two launches a step each
+            layers = without_vocabulary(layers)
         slots = GpuSlots(layers, settings.max_loras, settings.max_lora_rank, loaded.dtype, loaded.device)
 
         def open_file(ref: AdapterRef) -> AdapterFile:

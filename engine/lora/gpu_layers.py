@@ -1,14 +1,16 @@
 """A model whose layers add what the adapters of a step's rows do, on a GPU, and which rows these are.
 
 The layers are those of the model with another GEMM: shrink before its own, expand after it. They are no plain layers,
-so no op takes them that would make one kernel of a GEMM and what follows it.
+so no op takes them that would make one kernel of a GEMM and what follows it. Where adapters may change the embedding,
+its rows and the first norm are not one kernel either.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +21,19 @@ from engine.gpu.lowering import GpuForwards
 from engine.gpu.ops.plain import gemm, workspace_on
 from engine.gpu.ops.rules import MANY_ROWS, GpuForward
 from engine.gpu.pinning import upload
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, LinearLayer
 from engine.lora.gpu_slots import GpuSlots
 from engine.models.model import Model
+from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import SlotWeights, config_of, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles, tile_rows
 
 
 class StepTiles:
-    """Which tokens of the step that is queued name which slot. Tensors of graphs' steps are fixed."""
+    """Which rows of the step that is queued name which slot: tokens, or those that the head gets.
+
+    Tensors of graphs' steps are fixed.
+    """
 
     def __init__(self, num_slots: int, max_tokens: int, device: torch.device) -> None:
         """max_tokens: the most of a graph."""
@@ -56,11 +62,12 @@ class StepTiles:
     def of_prompts(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
         """Hold the tiles of a step with prompts. slots: of rows with so many tokens each."""
         tiles = tile_rows(np.repeat(np.array(slots, np.int32), counts), self._num_slots)
+        before = self._of_prompts
         self._of_prompts = RowTiles(*(upload(part, torch.int32, self._device) for part in tiles))
         try:
             yield
         finally:
-            self._of_prompts = None
+            self._of_prompts = before
 
     def of(self, num_tokens: int) -> RowTiles:
         """Return the tiles of a step of so many tokens."""
@@ -68,6 +75,39 @@ class StepTiles:
             return self._of_prompts
         count = num_tiles(num_tokens, self._num_slots)
         return RowTiles(self._rows[:count], self._slots[:count])
+
+
+class AdapterTiles:
+    """tokens: of the layers. head: of the output projection, None where adapters may not change it."""
+
+    def __init__(self, slots: GpuSlots, max_tokens: int, device: torch.device) -> None:
+        """max_tokens: the most of a graph."""
+        self.tokens = StepTiles(slots.count, max_tokens, device)
+        self.head = None if slots.layers[-1] is None else StepTiles(slots.count, max_tokens, device)
+
+    def put(self, slots: Sequence[int], tokens: Sequence[int], num_tokens: int) -> None:
+        """See StepTiles, of a step whose tokens all go to the head."""
+        self.tokens.put(slots, tokens, num_tokens)
+        self.put_sampled(slots, tokens, num_tokens)
+
+    def put_sampled(self, slots: Sequence[int], rows: Sequence[int], num_rows: int) -> None:
+        """See `StepTiles.put`: the rows that the head gets."""
+        if self.head is not None:
+            self.head.put(slots, rows, num_rows)
+
+    @contextmanager
+    def of_prompts(self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int]) -> Iterator[None]:
+        """See `StepTiles.of_prompts`. sampled: the slots of the rows that the head gets."""
+        with self.tokens.of_prompts(slots, counts), self.of_head(sampled):
+            yield
+
+    @contextmanager
+    def of_head(self, slots: Sequence[int]) -> Iterator[None]:
+        """Hold the tiles of the rows that the head gets, without a graph."""
+        with ExitStack() as held:
+            if self.head is not None:
+                held.enter_context(self.head.of_prompts(slots, [1] * len(slots)))
+            yield
 
 
 class AdaptedForwards(GpuForwards):
@@ -82,24 +122,54 @@ class AdaptedForwards(GpuForwards):
         return False
 
 
-def with_slots(model: Model, slots: GpuSlots, tiles: StepTiles) -> Model:
-    """The model with layers that add what adapters do. Weights are shared."""
-    adapted, workspace = copy.copy(model), workspace_on(model.embedding.device)
-    adapted.blocks = [block.copy() for block in model.blocks]
-    for ref, weights in zip(adapted.linears(), slots.layers, strict=True):
+@dataclass(slots=True, kw_only=True)
+class AdaptedModel(Model):
+    """A model whose embedding may have adapters."""
+
+    slots: GpuSlots
+    tiles: StepTiles = field(repr=False)
+
+    def embedded(self, rows: Tensor, token_ids: Tensor, first_id: int = 0) -> Tensor:
+        """See Model."""
+        rows, weights = Model.embedded(self, rows, token_ids, first_id), self.slots.embedding
         if weights is not None:
-            ref.replace(_adapted(ref.layer, weights, tiles, workspace))
+            own = self.tiles.of(token_ids.shape[0])
+            expand(rows, look_up(token_ids, weights, own, first_id), weights, own, config_of(weights))
+        return rows
+
+    @property
+    def takes_rows_as_they_are(self) -> bool:
+        """See Model."""
+        return self.slots.embedding is None and self.embedding_scale is None
+
+
+def with_slots(model: Model, slots: GpuSlots, tiles: AdapterTiles) -> Model:
+    """The model with layers that add what adapters do. Weights are shared."""
+    values = {each.name: getattr(model, each.name) for each in fields(Model)}
+    adapted, workspace = AdaptedModel(**values, slots=slots, tiles=tiles.tokens), workspace_on(model.embedding.device)
+    adapted.blocks = [block.copy() for block in model.blocks]
+    *of_blocks, (_, of_head) = zip(adapted.linears(), slots.layers, strict=True)
+    for ref, weights in of_blocks:
+        if weights is not None:
+            plain = partial(_gemm, ref.layer, tiles.tokens, workspace)
+            ref.replace(_adapted(ref.layer, weights, tiles.tokens, plain))
+    if tiles.head is not None and of_head is not None:
+        adapted.head = _adapted(model.head, of_head, tiles.head, model.head)
     return adapted
 
 
-def _adapted(base: Linear, weights: SlotWeights, tiles: StepTiles, workspace: Any) -> Linear:
+def _gemm(base: Linear, tiles: StepTiles, workspace: Any, x: Tensor) -> Tensor:
+    return gemm(base, MANY_ROWS if tiles.has_prompts else x.shape[0], workspace)(x)
+
+
+def _adapted(base: Linear, weights: SlotWeights, tiles: StepTiles, plain: LinearLayer) -> Linear:
+    """The layer, which `plain` computes, plus what adapters add to its output."""
     config = config_of(weights)
 
     def add(_: Linear, x: Tensor) -> Tensor:
-        num_rows = x.shape[0]
-        own = tiles.of(num_rows)
+        own = tiles.of(x.shape[0])
         h = shrink(x, weights, own, config)
-        y = gemm(base, MANY_ROWS if tiles.has_prompts else num_rows, workspace)(x)
+        y = plain(x)
         expand(y, h, weights, own, config)
         return y
 

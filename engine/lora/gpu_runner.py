@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from engine.gpu.lowering import Observer
 from engine.gpu.runner import GpuRunner, collector_paused, split_rows
 from engine.gpu.steps.rows import MAX_GRAPH_TOKENS
 from engine.gpu.steps.step import GpuBatch, GpuStep
 from engine.loader.load import LoadedModel
-from engine.lora.gpu_layers import AdaptedForwards, StepTiles, with_slots
+from engine.lora.gpu_layers import AdaptedForwards, AdapterTiles, with_slots
 from engine.lora.gpu_slots import FollowedSlots, GpuSlots, SlotStore
 from engine.lora.runner import AdaptedSteps
 from engine.plan import ScheduledRow
@@ -32,7 +33,7 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
         super().__init__(loaded, *args)
         self._adapters, self._is_alone = adapters, loaded.shard.size == 1
         self._adapted_prompts: PromptGraphs | None = None
-        self._tiles = StepTiles(slots.count, max(self._max_rows, MAX_GRAPH_TOKENS), loaded.device)
+        self._tiles = AdapterTiles(slots, max(self._max_rows, MAX_GRAPH_TOKENS), loaded.device)
         model = with_slots(loaded.model, slots, self._tiles)
         forward = self._forward.of_ops(AdaptedForwards(model, self._ranks))
         self._plain = self._forward, self._decodes
@@ -88,19 +89,28 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
         if self._has_adapters:
-            slots, rows = slots_of(batch.requests), batch.rows
-            of_tokens = [slots[i] for i in graphs.order(batch) for _ in range(rows[i].num_tokens)]
-            self._tiles.put(of_tokens, range(len(of_tokens)), graphs.num_tokens_of(batch))
+            slots, rows, order = slots_of(batch.requests), batch.rows, graphs.order(batch)
+            of_tokens = [slots[i] for i in order for _ in range(rows[i].num_tokens)]
+            sampled = [slots[i] for i in order if rows[i].samples]
+            num_tokens, num_samples = graphs.shape_of(batch)
+            self._tiles.tokens.put(of_tokens, range(len(of_tokens)), num_tokens)
+            self._tiles.put_sampled(sampled, range(len(sampled)), num_samples)
         super()._queue_prompts(batch, graphs, step)
 
     def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
         if not self._has_adapters:
             super()._queue_mixed(batch, step)
             return
-        order = [index for part in split_rows(batch.rows) for index in part]
-        slots = slots_of([batch.requests[i] for i in order])
-        with self._tiles.of_prompts(slots, [batch.rows[i].num_tokens for i in order]):
+        slots, rows = slots_of(batch.requests), batch.rows
+        order = [index for part in split_rows(rows) for index in part]
+        counts, sampled = [rows[i].num_tokens for i in order], [slots[i] for i in order if rows[i].samples]
+        with self._tiles.of_prompts([slots[i] for i in order], counts, sampled or [NOTHING]):
             super()._queue_mixed(batch, step)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """See GpuRunner: of prompts whose adapters leave the head alone."""
+        with self._tiles.of_head([NOTHING]):
+            return super()._logits(hidden)
 
 
 def slots_of(requests: Sequence[RequestState]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -19,14 +18,8 @@ from kernels.gpu.lora.low_rank import SlotWeights
 NEVER = -1
 
 
-def for_kernels(layers: Layers) -> Layers:
-    """What adapters may change where the embedding and the output projection stay as they are."""
-    head = layers.linears[-1]
-    return replace(layers, linears=(*layers.linears[:-1], replace(head, modules=())), embedding="")
-
-
 class GpuSlots:
-    """layers: of each of the model's linear layers, None where no adapter may change it."""
+    """layers: of each of the model's linear layers, None where no adapter may change it. embedding: the same."""
 
     def __init__(self, layers: Layers, count: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count = count
@@ -35,6 +28,8 @@ class GpuSlots:
             if layer.modules else None
             for layer in layers.linears
         ]  # fmt: skip
+        sizes = len(layers.tokens), (0, layers.hidden_size)
+        self.embedding = SlotWeights.empty(count, max_rank, *sizes, dtype, device) if layers.embedding else None
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -42,7 +37,7 @@ class GpuSlots:
     def fill(self, slot: int, file: AdapterFile) -> None:
         """Read the adapter into the slot, from any thread. What it has no part of gets rank 0. Raises ConfigError."""
         with torch.cuda.stream(self._stream):  # nothing on a CPU
-            for weights, parts in zip(self.layers, file.read_parts(self._device), strict=True):
+            for weights, parts in zip((*self.layers, self.embedding), file.read_parts(self._device), strict=True):
                 if weights is None:
                     continue
                 ranks = torch.zeros(weights.ranks.shape[1], dtype=torch.int32)

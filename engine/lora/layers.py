@@ -58,6 +58,7 @@ class Layers:
     """All that adapters of a model may change.
 
     embedding: the module's name; empty: they may not change it. tokens: the part of the vocabulary in it.
+    left_out: modules that they may change where --lora-target-modules names them.
     """
 
     linears: tuple[Layer, ...]
@@ -65,6 +66,7 @@ class Layers:
     tokens: range
     vocab_size: int
     hidden_size: int
+    left_out: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
@@ -90,7 +92,14 @@ def limited(layers: Layers, targets: Collection[str]) -> Layers:
         each if any(is_wanted(module.name) for module in each.modules) else replace(each, modules=())
         for each in layers.linears
     ]
-    return replace(layers, linears=tuple(linears), embedding=layers.embedding * is_wanted(layers.embedding))
+    kept = replace(layers, linears=tuple(linears), embedding=layers.embedding * is_wanted(layers.embedding))
+    return replace(kept, left_out=layers.names - kept.names)
+
+
+def without_vocabulary(layers: Layers) -> Layers:
+    """Leave the embedding and the output projection out."""
+    kept = replace(layers, linears=(*layers.linears[:-1], replace(layers.linears[-1], modules=())), embedding="")
+    return replace(kept, left_out=layers.names - kept.names)
 
 
 class _Recorder(ShapeRecorder):

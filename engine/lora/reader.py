@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from common.errors import ConfigError
 from common.lora.adapter_config import read_adapter_config
@@ -88,6 +89,8 @@ class AdapterFile:
                 raise ConfigError(f"the adapter holds {name[:200]}, which is no weight of plain LoRA")
             module = name.removesuffix(suffix)
             is_embedding = module == self._layers.embedding
+            if module in self._layers.left_out:
+                raise ConfigError(f"the adapter changes {module}, which --lora-target-modules of workers has to name")
             if module not in known or is_embedding is not (suffix in (EMBEDDING_A, EMBEDDING_B)):
                 raise ConfigError(f"the adapter changes {module[:200]}, which adapters of this model cannot")
             if module + PARTNERS[suffix] not in self._stored:
@@ -115,12 +118,16 @@ class AdapterFile:
         """Read all weights, on the CPU. Raises ConfigError for a file that cannot be read."""
         tensors = self._tensors(torch.device("cpu"))
         pairs = [self._pair(layer, self._parts(layer, tensors), dtype) for layer in self._layers.linears]
-        return AdapterWeights(tuple(pairs), self._embedding(tensors, dtype))
+        embedding = None
+        for part in self._embedding_parts(tensors):
+            embedding = LowRank(part.a.to(dtype), (part.b.float() * part.scale).to(dtype))
+        return AdapterWeights(tuple(pairs), embedding)
 
     def read_parts(self, device: torch.device) -> list[list[ModulePart]]:
-        """Read what each linear layer gets, of each of its modules apart. Raises ConfigError."""
+        """Read what each linear layer gets, of each of its modules apart; last the embedding, whose `a` is
+        (rank, vocab). Raises ConfigError."""
         tensors = self._tensors(device)
-        return [self._parts(layer, tensors) for layer in self._layers.linears]
+        return [*(self._parts(layer, tensors) for layer in self._layers.linears), self._embedding_parts(tensors)]
 
     def _tensors(self, device: torch.device) -> dict[str, Tensor]:
         from safetensors import SafetensorError, safe_open
@@ -154,15 +161,13 @@ class AdapterFile:
             column += rank
         return LowRank(a, b)
 
-    def _embedding(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LowRank | None:
+    def _embedding_parts(self, tensors: Mapping[str, Tensor]) -> list[ModulePart]:
         module, tokens = self._layers.embedding, self._layers.tokens
         if module + EMBEDDING_A not in tensors:
-            return None
+            return []
         own = tensors[module + EMBEDDING_A][:, tokens.start : tokens.stop]
-        a = torch.zeros(own.shape[0], len(tokens), dtype=dtype)  # the last rank's vocabulary may end in padding
-        a[:, : own.shape[1]] = own
-        b = tensors[module + EMBEDDING_B].float() * self._config.scale_of(module)
-        return LowRank(a, b.to(dtype))
+        a = functional.pad(own, (0, len(tokens) - own.shape[1]))  # the last rank's vocabulary may end in padding
+        return [ModulePart(0, 0, a, tensors[module + EMBEDDING_B], self._config.scale_of(module))]
 
 
 def _rows_of(module: Module, whole: Tensor) -> Tensor:

@@ -64,8 +64,16 @@ class Model:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """(num_tokens,) -> (num_tokens, hidden)."""
-        rows = functional.embedding(token_ids, self.embedding)
+        return self.embedded(functional.embedding(token_ids, self.embedding), token_ids)
+
+    def embedded(self, rows: Tensor, token_ids: Tensor, first_id: int = 0) -> Tensor:
+        """What the first block gets of the embedding's rows. first_id: the token of the embedding's first row."""
         return rows if self.embedding_scale is None else rows * self.embedding_scale
+
+    @property
+    def takes_rows_as_they_are(self) -> bool:
+        """Whether `embedded` changes nothing."""
+        return self.embedding_scale is None
 
     def linears(self) -> Iterator[LinearRef]:
         """All linear layers, the output projection last."""

@@ -123,11 +123,11 @@ class PromptGraphs:
         """Rows in the order of their tokens in a graph: first decode rows, whose token only the device knows."""
         return sorted(range(len(batch.rows)), key=lambda i: batch.rows[i].stop <= len(batch.requests[i].token_ids))
 
-    def num_tokens_of(self, batch: GpuBatch) -> int:
-        """Tokens of the graph that takes the step, with what pads it."""
+    def shape_of(self, batch: GpuBatch) -> tuple[int, int]:
+        """Tokens and samples of the graph that takes the step, with what pads it."""
         shape = self._shape_of(batch)
         assert shape is not None, "takes() was asked"
-        return shape[0]
+        return shape
 
     def _shape_of(self, batch: GpuBatch) -> tuple[int, int] | None:
         """The smallest shape that holds the step."""
@@ -147,8 +147,7 @@ class PromptGraphs:
 
     def run(self, batch: GpuBatch, turn: int) -> tuple[Tensor, Tensor, list[int]]:
         """Run the step. Returns what `prompt_step` does, and the rows of the batch that its tokens belong to."""
-        shape = self._shape_of(batch)
-        assert shape is not None, "takes() was asked"
+        shape = self.shape_of(batch)
         sampling = self._fill(self._inputs(self._staging[turn], *shape), batch)
         used = PromptInputs.size(*self._sizes(*shape))
         self._buffer[:used].copy_(self._staging[turn][:used], non_blocking=True)

@@ -38,12 +38,12 @@ class ShardSeams(GpuSeams):
 
     def start(self, model: Model) -> Callable[[GpuStep], Stream[Pending]]:
         """Start with the rank's part of the embedding's rows, pending."""
-        embedding, scale = model.embedding, model.embedding_scale
+        embedding = model.embedding
         first_id = self.group.rank * embedding.shape[0]
 
         def start(step: GpuStep) -> Stream[Pending]:
             residual, pending = vocab_parallel_embed(step.token_ids, embedding, first_id)
-            return Stream(residual, pending if scale is None else pending * scale)
+            return Stream(residual, model.embedded(pending, step.token_ids, first_id))
 
         return start
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import LowRankConfig, SlotWeights, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, RowTiles, num_tiles
 from tests.compile.hopper import Compiled
@@ -26,3 +27,13 @@ def test_low_rank(rank: int, k: int, starts: tuple[int, ...], compiled: list[Com
         x, y = (torch.empty(num_rows, size, dtype=torch.bfloat16, device=META) for size in (k, starts[-1]))
         expand(y, shrink(x, weights, tiles, config), weights, tiles, config)
     check(compiled, "_shrink_kernel", "_expand_kernel")
+
+
+def test_look_up(compiled: list[Compiled]) -> None:
+    weights, config = SlotWeights.empty(NUM_SLOTS, 16, 128256, (0, 4096), torch.bfloat16, META), LowRankConfig()
+    for num_rows in (1, 64, 8192):
+        count = num_tiles(num_rows, NUM_SLOTS)
+        tiles = RowTiles(ints(count, BLOCK_ROWS), ints(count))
+        y = torch.empty(num_rows, 4096, dtype=torch.bfloat16, device=META)
+        expand(y, look_up(ints(num_rows), weights, tiles), weights, tiles, config)
+    check(compiled, "_look_up_kernel", "_expand_kernel", spills={"_expand_few_kernel": 8})  # h has one split

@@ -160,7 +160,7 @@ class GpuSeams:
     def forward(self, model: Model, ops: Sequence[GpuOp]) -> GpuForward:
         """The ops between embedding and head."""
         final, (norm, first) = self.fold(model.final_norm, model.config.rms_norm_eps), ops[0]
-        if model.embedding_scale is not None or not isinstance(norm, AddNorm):
+        if not model.takes_rows_as_they_are or not isinstance(norm, AddNorm):
             return Forward(lambda step: Stream(model.embed(step.token_ids)), ops, final, model.head)
 
         def start(step: GpuStep) -> Stream[Pending]:

@@ -275,7 +275,7 @@ def test_modules_that_adapters_may_change(tmp_path: Path) -> None:
     asked = [(PROMPTS[0], allowed), (PROMPTS[1], None)]
     assert run(engine, asked, GREEDY_8) == merged_answers(tiny, asked)
     other = write_adapter(tmp_path / "other", shapes, ("q_proj", "down_proj"), seed=2)
-    with pytest.raises(InvalidRequestError, match="down_proj, which adapters of this model cannot"):
+    with pytest.raises(InvalidRequestError, match="down_proj, which --lora-target-modules of workers has to name"):
         run(engine, [(PROMPTS[0], other)], GREEDY_8)
     with pytest.raises(ConfigError, match="adapters cannot change q_prj, but down_proj, embed_tokens, gate_proj"):
         open_engine(path, lora_target_modules="q_prj")

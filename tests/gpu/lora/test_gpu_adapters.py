@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -136,15 +137,15 @@ DRAFTS = {"num_speculative_tokens": 2, "adaptive_drafts": False, "max_num_seqs":
 on_gpu_alone = pytest.mark.skipif(not ON_GPU, reason="the others have each of both, which takes seconds here")
 
 
-@pytest.mark.parametrize(
-    ("has_graphs", "settings"),
-    [
-        (True, {}),
-        (False, DRAFTS),
-        pytest.param(False, {}, marks=on_gpu_alone),
-        pytest.param(True, DRAFTS, marks=on_gpu_alone),
-    ],
-)
+WAYS = [
+    (True, {}),
+    (False, DRAFTS),
+    pytest.param(False, {}, marks=on_gpu_alone),
+    pytest.param(True, DRAFTS, marks=on_gpu_alone),
+]
+
+
+@pytest.mark.parametrize(("has_graphs", "settings"), WAYS)
 def test_a_batch_of_adapters_equals_merged_models(
     has_graphs: bool, settings: dict[str, Any], model: Path, adapters: list[Path], known: Answers,
     monkeypatch: pytest.MonkeyPatch,
@@ -206,6 +207,92 @@ def open_two_ranks(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
     return made, opened
 
 
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose output projection is not the embedding."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("untied"))
+    stored = load_file(folder / "model.safetensors")
+    head = torch.randn(stored["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(8))
+    save_file({**stored, "lm_head.weight": head}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return folder
+
+
+VOCABULARY = ("embed_tokens", "lm_head")
+NAMED = ",".join((*VOCABULARY, "q_proj", "down_proj"))
+
+
+@pytest.fixture(scope="module")
+def of_vocabulary(tmp_path_factory: pytest.TempPathFactory, untied: Path) -> list[Path]:
+    """Adapters of both, and a layer; of the output projection alone; of a layer alone."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    shapes = {n: tuple(t.shape) for n, t in load_file(untied / "model.safetensors").items() if t.dim() == 2}
+    return [
+        write_adapter(folder / "both", shapes, (*VOCABULARY, "q_proj"), seed=1, rank_pattern={"q_proj": 9}, std=0.2),
+        write_adapter(folder / "head", shapes, ("lm_head",), seed=2, std=0.4),
+        write_adapter(folder / "down", shapes, ("down_proj",), seed=3, std=0.4),
+    ]
+
+
+@pytest.fixture(scope="module")
+def known_of_untied() -> Answers:
+    """See `known`."""
+    return {}
+
+
+@pytest.mark.parametrize(("has_graphs", "settings"), WAYS)
+def test_embedding_and_output_projection_have_adapters(
+    has_graphs: bool, settings: dict[str, Any], untied: Path, of_vocabulary: list[Path], known_of_untied: Answers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    both, head, down = of_vocabulary
+    asked = [*zip(PROMPTS, (both, None, head, down), strict=True), (PROMPTS[0], head), (PROMPTS[0], None)]
+    wanted = merged_answers(untied, asked, known_of_untied, monkeypatch)
+    assert len(set(map(tuple, (wanted[0], *wanted[4:])))) == 3, "adapters change the answer"
+    made = open_engine(
+        untied, monkeypatch, has_graphs, max_num_batched_tokens=24, lora_target_modules=NAMED, **settings
+    )
+    if has_graphs:
+        steps_of_prompt_graphs(made, monkeypatch)
+    assert answers(made, asked) == wanted
+    assert answers(made, asked[3::-1]) == wanted[3::-1]
+
+
+def test_log_probabilities_of_prompts_beside_an_adapter_of_the_head(
+    untied: Path, of_vocabulary: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come of all tokens of a chunk: none of these is a row of the adapter."""
+    both, head, _ = of_vocabulary
+    modules = f"both={both} head={head}"  # read at the start, so that all requests are in the first step
+    made = open_engine(untied, monkeypatch, False, lora_target_modules=NAMED, lora_modules=modules)
+
+    def logprobs(*others: Path) -> list[float]:
+        for folder in others:
+            made.add_request(PROMPTS[2], GREEDY, adapter=str(AdapterRef.of(folder)))
+        made.add_request(PROMPTS[1], replace(GREEDY, prompt_logprobs=0))
+        found: list[float] = []
+        while made.has_work():
+            for output in made.step().outputs:
+                found += [each.logprob for each in output.prompt_logprobs]
+        return found
+
+    alone = logprobs()
+    assert len(alone) == len(PROMPTS[1]) - 1
+    assert logprobs(head, both) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.skipif(ON_GPU, reason="tests/gpu/tensor_parallel has it on two GPUs")
+def test_two_ranks_have_parts_of_the_vocabulary(
+    untied: Path, of_vocabulary: list[Path], known_of_untied: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, head, down = of_vocabulary
+    asked = list(zip(PROMPTS, (both, None, head, down), strict=True))
+    wanted = merged_answers(untied, asked, known_of_untied, monkeypatch)
+    made, _ = open_two_ranks(untied, monkeypatch, max_lora_rank=9, max_loras=4, lora_target_modules=NAMED)
+    assert answers(made, asked) == wanted
+
+
 @pytest.mark.skipif(ON_GPU, reason="tests/gpu/tensor_parallel has it on two GPUs")
 def test_two_ranks_equal_merged_models(
     model: Path, adapters: list[Path], known: Answers, monkeypatch: pytest.MonkeyPatch
@@ -240,11 +327,11 @@ def test_slots_that_a_step_may_read_are_kept(
     assert len(waiting.output_token_ids) == GREEDY.max_tokens
 
 
-def test_what_kernels_do_not_change_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_has_to_be_named(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_adapter(tmp_path / "table", {"model.embed_tokens.weight": (97, 64)}, ("embed_tokens",))
     made = open_engine(model, monkeypatch)
     with pytest.raises(
-        InvalidRequestError, match=r"changes model\.embed_tokens, which adapters of this model cannot"
+        InvalidRequestError, match=r"changes model\.embed_tokens, which --lora-target-modules of workers has to name"
     ):
         made.add_request(PROMPTS[0], GREEDY, adapter=str(AdapterRef.of(folder)))
 

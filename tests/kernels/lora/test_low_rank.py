@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import LowRankConfig, SlotWeights, expand, low_rank_reference, shrink, strip_of_modules
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles, tile_rows
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
@@ -68,6 +69,20 @@ def test_equals_the_reference(
     assert relative_error(y, wanted) < (1e-5 if dtype == torch.float32 else BFLOAT16_BOUND)
     untouched = [row for row, slot in enumerate(slots) if slot == NOTHING]
     assert torch.equal(y[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("num_rows", [1, 15, 70])
+@pytest.mark.parametrize(("max_rank", "first_id"), [(8, 0), (40, 30)])
+def test_an_embedding_looks_up_columns(num_rows: int, max_rank: int, first_id: int, device: torch.device) -> None:
+    """As one-hot rows of x would give. Tokens that are not in a rank's part of the vocabulary give nothing."""
+    own = weights(max_rank, 53, (0, 48), torch.float32, device)
+    token_ids = torch.tensor([(row * 31) % 90 for row in range(num_rows)], device=device)
+    one_hot = torch.zeros(num_rows, 90 + 53, device=device).scatter_(1, token_ids[:, None], 1)
+    x, y = one_hot[:, first_id : first_id + 53], torch.randn(num_rows, 48, device=device)
+    slots = slots_of(num_rows, seed=num_rows)
+    wanted, tiles = reference(y, x, own, slots), on(device, slots)
+    expand(y, look_up(token_ids, own, tiles, first_id), own, tiles, SMALL)
+    assert relative_error(y, wanted) < 1e-5
 
 
 def test_a_row_does_not_depend_on_those_beside_it(device: torch.device) -> None:
