@@ -1,6 +1,6 @@
-"""One forward pass on a GPU over a KV pool: the model's ops for the step, and attention, where K and V live.
+"""One forward pass on a GPU: the model's ops, with attention over the paged KV pool.
 
-Static shapes, no host reads: a pass over decode rows only can be captured in a CUDA graph.
+Shapes are static and the host reads nothing, so a pass over decode rows can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.ranks import RankContext
 
 
 def attention_of(model: Model) -> type[GpuAttention]:
-    """How its blocks attend, all of them alike."""
+    """Return the attention class of the model; all of its blocks use the same one."""
     own = [ops_of(each) for each in model.blocks if isinstance(each, AttentionBlock) and each.gpu_ops]
     if own:
         return own[0].attention
@@ -57,7 +57,7 @@ class FusedForward:
         self.logits = self._forwards.logits
 
     def observe_with(self, observer: Observer) -> None:
-        """Show `observer` all steps from now on; graphs that are captured earlier do not."""
+        """Let `observer` see all later steps, except those of graphs that are captured already."""
         self._forwards.show(observer)
 
     @property
@@ -67,12 +67,12 @@ class FusedForward:
     def observe(
         self, inputs: GpuInputs, sampled: Tensor, last: Tensor | None = None, lengths: Tensor | None = None
     ) -> None:
-        """Tell the observer, if there is one, what was sampled: see `Observer.take`."""
+        """Pass the sampled tokens to the observer, if there is one: see `Observer.take`."""
         if (observer := self._forwards.observer) is not None:
             observer.take(inputs, sampled, last, lengths)
 
     def decode_rows_with(self, decoder: RowDecoder) -> None:
-        """Let `decoder` compute steps of one decode row that nobody observes; before graphs are captured."""
+        """Let `decoder` run unobserved steps of one decode row. Call it before graphs are captured."""
         self._row_decoder = decoder
 
     def of_ops(self, forwards: GpuForwards) -> FusedForward:
@@ -82,8 +82,9 @@ class FusedForward:
         return found
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
-        """Hidden states (num_tokens or num_wanted, hidden) after the final norm; of a stage that passes them on, the
-        residual.
+        """Return hidden states (num_tokens or num_wanted, hidden) after the final norm.
+
+        A pipeline stage that is not the last returns the residual instead.
         """
         is_one_row = inputs.token_ids.shape[0] == 1 and not inputs.has_prompts
         if is_one_row and self._row_decoder is not None and not self.is_observed:

@@ -1,7 +1,6 @@
-"""Which op stands for each block in a step on a GPU: by the first rule that fits, once per class of steps, then kept.
+"""Choose a GPU op for each block of the model: the first rule that fits, once per class of steps.
 
-A step of the same class runs the same list of ops, and so the same kernels in the same order: nothing is looked up or
-compared per layer.
+Steps of one class run the same list of ops, so the same kernels in the same order. Nothing is looked up per layer.
 """
 
 from __future__ import annotations
@@ -49,37 +48,38 @@ if HAS_QUANTIZED:
 
 
 def narrowed_rows(num_rows: int) -> int:
-    """Rows of the last layer and of the head in a step with prompts, of which `num_rows` are sampled.
+    """Pad the sampled rows of a step with prompts, for the last layer and the head.
 
-    cuBLAS loads a kernel when a number of rows first makes it choose that one, and a load waits for all that the
-    device has been given. So the numbers are few, and the warm-up has them all.
+    cuBLAS loads a kernel the first time a row count selects it, and loading waits for all queued work. So there are
+    few different counts, and the warm-up runs each of them.
     """
     return max(-(-num_rows // NARROW_STEP) * NARROW_STEP, MAX_TUNED_ROWS + NARROW_STEP)
 
 
 class Observer(Protocol):
-    """Reads what layers make of a step's tokens, on the device.
+    """Reads hidden states of a step on the device.
 
-    layers: in front of which the residual is read; their number: after all.
+    layers: indices of the layers before which it reads the residual; the number of layers means after the last one.
     """
 
     layers: Sequence[int]
 
     def watch(self, forward: GpuForward, model: Model) -> GpuForward:
-        """Return the pass over `model` with what copies the residual somewhere in it."""
+        """Return `forward` with ops that copy the residual where the observer wants it."""
         ...
 
     def take(self, inputs: GpuInputs, sampled: Tensor, last: Tensor | None, lengths: Tensor | None) -> None:
-        """Take the tokens that were sampled in a step, int64 (n,): negative where there is none.
+        """Take the tokens that a step sampled, int64 (n,); negative entries are padding.
 
-        last: int64 (n,), the tokens of the step that these follow; None: all of them. Others are followed by the next
-        one of the step, which after a chunk of a prompt is another row's. lengths: 0 for those of nobody.
+        last: int64 (n,), indices of the step's tokens that the sampled ones follow; None: of all tokens. Any other
+        token of the step is followed by the step's next one, which after a prompt chunk belongs to another row.
+        lengths: 0 for padding.
         """
         ...
 
 
 class GpuForwards:
-    """A model's lowered forms, by class of steps."""
+    """The lowered forms of a model, one per class of steps."""
 
     def __init__(self, model: Model, ranks: RankContext[GpuSeams] = SINGLE_GPU) -> None:
         self._model, self._ranks = model, ranks
@@ -93,18 +93,18 @@ class GpuForwards:
                 ops_of(block).prepare(block)
 
     def show(self, observer: Observer) -> None:
-        """Let `observer` read what it wants from now on."""
+        """Let `observer` read hidden states of all later steps."""
         self.observer = observer
         self._lowered.cache_clear()
 
     def choose(self, num_tokens: int, is_decode: bool) -> GpuForward:
-        """is_decode: no chunks of prompts."""
+        """Return the form for a step. is_decode: it has no prompt chunks."""
         if num_tokens > MAX_TUNED_ROWS:
             num_tokens = self._max_quantized_rows if num_tokens <= self._max_quantized_rows else MANY_ROWS
         return self._lowered(num_tokens, is_decode)
 
     def narrows(self, num_tokens: int, is_decode: bool) -> bool:
-        """Whether the step gives hidden states of `GpuStep.wanted` alone. Few tokens would leave kernels too few."""
+        """Whether the step computes its last layers only for `GpuStep.wanted`. With few tokens that saves nothing."""
         is_seen = self.observer is not None and self._model.config.num_layers in self.observer.layers
         is_whole = self._ranks.passes_on or is_decode or is_seen
         return self._ranks.seams.is_alone and not is_whole and num_tokens > MAX_TUNED_ROWS
@@ -129,12 +129,12 @@ class GpuForwards:
 
 
 def num_free_blocks(blocks: Sequence[Block]) -> int:
-    """How many blocks at the end can do without tokens that nobody wants hidden states of."""
+    """Count the blocks at the end that can skip tokens whose hidden states are not wanted."""
     return len(list(takewhile(lambda block: not block.inner.needs_all_tokens, reversed(blocks))))
 
 
 def wanted_rows(stream: Stream[Pending], step: GpuStep) -> Stream[Pending]:
-    """Select the tokens whose hidden states a step wants: the last MLP is spared all others."""
+    """Select the tokens whose hidden states a step wants, so that the last MLP skips all others."""
     if step.wanted is None:
         return stream
     return Stream(stream.residual[step.wanted], rows_of(stream.pending, step.wanted))

@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies to and from directly.
+"""Pinned host memory, which a GPU copies to and from directly.
 
-A copy from pageable memory waits for everything that the device has been given: the host would be idle while the step
-before runs. So what goes to the device goes through pinned memory, and nobody waits for it.
+A copy from pageable memory waits for all queued work, so the host would be idle while the previous step runs. Copies
+through pinned memory are asynchronous.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int
 
 
 def pin(memory: Tensor, is_read_only: bool = False) -> None:
-    """Register `memory`, which stays where it is, with the driver, for as long as this tensor object lives.
+    """Register `memory` with the driver, without moving it, for as long as this tensor object lives.
 
-    is_read_only: it is mapped so. Raises ConfigError when the driver refuses.
+    is_read_only: the memory is mapped read-only. Raises ConfigError when the driver refuses.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), READ_ONLY if is_read_only else 0)
@@ -33,12 +33,12 @@ def pin(memory: Tensor, is_read_only: bool = False) -> None:
             f"the driver does not pin {memory.numel() / 1e9:.2f} GB of host memory: lower --kv-staging-gb or "
             "--host-tier-gb"
         )
-    # What is mapped at this address later is other memory: the driver must not take it for this one.
+    # Other memory may be mapped at this address later, which the driver must not take for this one.
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A list or array on the device, in stream order; the host goes on at once."""
+    """Copy a list or array to the device, in stream order, without waiting."""
     host = torch.from_numpy(np.asarray(values, NUMPY_TYPES[dtype]))  # of lists in a third of torch's own time
     if device.type == "cuda":
         host = host.pin_memory()
@@ -46,6 +46,6 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def download(values: Tensor) -> Tensor:
-    """The tensor in pinned host memory, valid when the stream has come so far."""
+    """Copy a tensor to pinned host memory, without waiting: it is valid when the stream gets there."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return host.copy_(values, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Executes plans on a GPU: decode steps as graphs, steps with prompts eagerly, results read when they are needed.
+"""Executes step plans on a GPU: decode steps as CUDA graphs, steps with prompts eagerly.
 
-`launch` only queues work on the stream; the step that it returns waits for the sampled tokens. How tokens come from
-logits is `samples.py`'s.
+`launch` only queues work on the stream; the returned step waits for the sampled tokens when its result is asked for.
+`steps/samples.py` samples tokens from logits.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class GpuRunner(ModelRunner):
         return DecodeSteps(*own)
 
     def observe_with(self, observer: Observer) -> None:
-        """Show `observer` all steps, before graphs are captured. What follows a prompt is not drafted then."""
+        """Let `observer` see all steps, before graphs are captured. Tokens after a prompt are not drafted then."""
         self._forward.observe_with(observer)
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
@@ -124,7 +124,7 @@ class GpuRunner(ModelRunner):
         if rows:
             try:
                 self._queue_rows(rows, requests, step)
-            except Exception:  # any: the device may have some of what belongs to the rows and lack the rest
+            except Exception:  # any: the state of these rows on the device may be incomplete
                 self._rows.clear()
                 check_alive(self._device)
                 raise
@@ -141,7 +141,7 @@ class GpuRunner(ModelRunner):
         self._ranks.inbox.receive(rows)
         if all(row.samples and row.is_decode for row in rows) and not any(each.params.pooling for each in requests):
             self._queue_decode(batch, step)
-        else:  # the host takes long to start it, and meanwhile does not see the step before end
+        else:  # timed by the device: the host, busy with the launch, would see the previous step end late
             step.timer = DeviceTimer() if self._device.type == "cuda" else None
             graphs = self._graphs_of_prompts()
             if graphs is not None and graphs.takes(batch):
@@ -155,7 +155,7 @@ class GpuRunner(ModelRunner):
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
         """Compile kernels with a few steps, then capture graphs. Uses the pool's first blocks.
 
-        All streams wait for a kernel that is compiled later: see docs/kernels.md for what spares that.
+        A kernel that is compiled later stalls all streams: docs/kernels.md says how that is avoided.
         """
         on_progress("warming up", None)
         # An earlier engine of this process may log what is compiled.
@@ -180,7 +180,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
-        """Capture graphs of decode steps and of steps with short prompts, which no other stage takes part in."""
+        """Capture graphs of decode steps and of steps with short prompts, without other pipeline stages."""
         with collector_paused():
             self._decodes.capture(on_progress)
             if has_wing("engine.prompt_graphs"):
@@ -199,7 +199,7 @@ class GpuRunner(ModelRunner):
         self._decodes.queue(batch, self._turn, step)
 
     def _graphs_of_prompts(self) -> PromptGraphs | None:
-        """Return the graphs that may take the step that is queued."""
+        """Return the graphs that may run the step that is queued."""
         return self.prompt_graphs
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
@@ -223,7 +223,7 @@ class GpuRunner(ModelRunner):
         last = last[: len(sampling)]
         if not sampling:
             self._forward.observe(inputs, last, last)
-            step.waits.append(mark(self._device))  # else the host would queue chunk after chunk, and measure no time
+            step.waits.append(mark(self._device))  # else the host would queue chunk after chunk and measure no time
             return
         own = hidden[last] if wants_all else hidden[: len(sampling)]
         logits = self._forward.logits(own if wants_all else hidden)[: len(sampling)]
@@ -232,13 +232,13 @@ class GpuRunner(ModelRunner):
         step.takes_drafts = not self._forward.is_observed
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Over the whole vocabulary."""
+        """Return logits over the whole vocabulary."""
         logits: Tensor = self._ranks.seams.vocabulary.gathered(self._forward.logits(hidden))
         return logits
 
 
 def split_rows(rows: Sequence[ScheduledRow]) -> tuple[list[int], list[int]]:
-    """The rows that decode, and those of prompts, in the order in which an eager step has their tokens."""
+    """Return the indices of decode rows and of prompt rows, in the order of an eager step's tokens."""
     decodes = [i for i, row in enumerate(rows) if row.samples and row.num_tokens == 1]
     chunks = [i for i, row in enumerate(rows) if not (row.samples and row.num_tokens == 1)]
     return decodes, chunks
@@ -246,7 +246,7 @@ def split_rows(rows: Sequence[ScheduledRow]) -> tuple[list[int], list[int]]:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect garbage now and not inside: to destroy an earlier engine's graph would break the capture of another."""
+    """Collect garbage now and not inside: destroying an earlier engine's graph would break a capture."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,1 +1,1 @@
-"""Attention on a GPU: `backend.py` has the seams, `grouped.py` what works for most models."""
+"""Attention on a GPU: `backend.py` defines the interfaces, `grouped.py` implements grouped-query attention."""

@@ -1,9 +1,11 @@
-"""The seams of attention on a GPU: `GpuAttention` of a model's blocks, `PrefillAttention` for chunks of prompts, of
-which `PagedAttention` always works.
+"""Interfaces of attention on a GPU: `GpuAttention` for all rows of a step, `PrefillAttention` for prompt chunks.
 
-A step is planned once, on the host, from where each row's queries start and how many keys its last query sees; the
-plan holds whatever the kernels need on the device, and attends in every layer. A backend knows nothing of requests or
-of the scheduler. Decode rows are planned on the device, as a part of the step: a graph follows the lengths it gets.
+`PagedAttention`, our own kernel, is the prefill backend that takes every model.
+
+Prefill is planned once a step, on the host, from where each row's queries start and how many keys its last query
+sees. The plan holds what the kernels need on the device, and every layer attends with it. Decode is planned on the
+device as part of the step, so a captured graph works for any lengths. A backend knows neither requests nor the
+scheduler.
 """
 
 from __future__ import annotations
@@ -23,43 +25,43 @@ from kernels.gpu.attention.prompt_tiles import choose_tile, prefill_tiles
 
 
 class PrefillPlan(Protocol):
-    """Attends for the prompt tokens of one step, packed one row after the other."""
+    """Attention for the prompt tokens of one step, packed row after row."""
 
     def attend(
         self, qkv: Tensor, pool: Tensor, layer: int, out: Tensor, window: int = 0, sinks: Tensor | None = None
     ) -> None:
-        """Causal attention of the plan's queries against their rows' keys in the pool.
+        """Compute causal attention of the plan's queries over their rows' keys in the pool.
 
-        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), q and k rotated. The pool has K and V of these
-            tokens too.
+        qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), q and k rotated. The pool already holds the K and V
+            of these tokens.
         pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim).
         out: (num_tokens, num_heads * head_dim), contiguous, written.
-        window, sinks: see `paged_prefill`; of models that have any, which our kernel alone takes.
+        window, sinks: see `paged_prefill`. Only our own kernel supports them.
         """
         ...
 
 
 class PrefillAttention(Protocol):
-    """A backend for prompts over one pool."""
+    """A prefill backend over one pool."""
 
     @property
     def name(self) -> str:
-        """As `--attention-backend` calls it."""
+        """The name that `--attention-backend` takes."""
         ...
 
     def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> PrefillPlan:
         """Plan a step.
 
-        query_starts: each row's first token, counted from the first prompt token of the step, and the number of
-            tokens at the end. seq_lens: keys that each row's last query sees; what they exceed the row's queries by
-            is its cached context. block_tables: int32 (num_rows, any), on the device.
+        query_starts: the first token of each row, counted from the step's first prompt token; last the number of
+            tokens. seq_lens: keys that each row's last query sees, so seq_len minus the row's queries is its cached
+            context. block_tables: int32 (num_rows, any), on the device.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """A plan of `PagedAttention`. block_tables: int32 (num_rows, any). tiles, splits: see `paged_prefill`."""
+    """The plan of `PagedAttention`. block_tables: int32 (num_rows, any). tiles, splits: see `paged_prefill`."""
 
     block_tables: Tensor
     tiles: Tensor
@@ -78,7 +80,7 @@ class PagedPlan:
 
 
 class PagedAttention:
-    """The backend that always works: our Triton kernel, which reads K and V where they lie in the pool."""
+    """Our Triton kernel, which reads K and V from the paged pool and supports every model."""
 
     name = "triton"
 
@@ -89,7 +91,7 @@ class PagedAttention:
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor, skipped: Sequence[bool] = ()
     ) -> PagedPlan:
-        """skipped: of each row, whether somebody else attends for it."""
+        """Plan a step. skipped: rows that another kernel attends for."""
         tile_m = choose_tile(query_starts[-1], self._num_heads, block_tables.device)
         tiles = prefill_tiles(query_starts, seq_lens, self._group, tile_m)
         if any(skipped):
@@ -99,12 +101,12 @@ class PagedAttention:
 
 @dataclass(slots=True)
 class GroupInputs:
-    """Where the layers of one KV group store a step's K and V, and find those that it reads.
+    """Where the layers of one KV group store a step's K and V, and where they read earlier ones.
 
     slots: int32 (num_tokens,), block id * block_size + offset, or -1 to store nothing.
     decode_tables: block ids, int32 (num_decode_rows, max_blocks).
-    prefill: `GpuAttention.plan`'s for the chunks of prompts; None when there are none.
-    decode: set by `GpuAttention.plan_decode`, for the decode rows.
+    prefill: the plan for prompt chunks, from `GpuAttention.plan`; None without chunks.
+    decode: the plan for decode rows, set by `GpuAttention.plan_decode`.
     """
 
     slots: Tensor
@@ -115,16 +117,16 @@ class GroupInputs:
 
 @dataclass(slots=True)
 class GpuInputs:
-    """Tokens of a step on the device: those of decode rows first, one each, then chunks of prompts.
+    """A step's tokens on the device: one for each decode row, then the prompt chunks.
 
     token_ids int64, positions int32: (num_tokens,).
     lengths: int32 (num_decode_rows,), 0 for rows without a request.
-    groups: of each KV group; all have chunks of prompts, or none has.
-    attended: takes attention's output (num_tokens or more, num_heads * head_dim) in every layer; what it holds for
-        tokens in no tile stays. None: fresh memory, where that is undefined.
-    wanted: int64, tokens whose hidden states are asked for, in steps with prompts; None: all.
-    query_groups: where rows have several queries, which attend in groups, int32 (3, num_decode_rows), see
-        `paged_verify`. None: each query is a row of its own.
+    groups: one for each KV group. Either all of them have prompt chunks or none has.
+    attended: buffer for the attention output of every layer, (num_tokens or more, num_heads * head_dim). Rows of
+        tokens in no tile keep their contents. None: a new buffer, in which those rows are undefined.
+    wanted: int64, the tokens whose hidden states a step with prompts returns; None: all.
+    query_groups: int32 (3, num_decode_rows), groups of queries of one row that attend together, see `paged_verify`.
+        None: every query is a row of its own.
     """
 
     token_ids: Tensor
@@ -143,9 +145,9 @@ class GpuInputs:
 class GpuAttention(ABC):
     """Attention of a model's blocks over one pool, for decode rows and prompts. Its workspaces serve one stream.
 
-    name: of the backend for prompts. width: of the memory that a token's output takes, see `GpuInputs.attended`.
-    most_queries: of a group, see `GpuInputs.query_groups`. split_shape: (KV heads, head_dim) where graphs
-    may split the keys of prompts' tiles among programs; None: tiles stay whole.
+    name: the prefill backend's. width: of a token's row in `GpuInputs.attended`. most_queries: in one group, see
+    `GpuInputs.query_groups`. split_shape: (KV heads, head_dim) if graphs may split the keys of a prefill tile among
+    programs, else None.
     """
 
     name: str
@@ -157,29 +159,28 @@ class GpuAttention(ABC):
     def __init__(
         self, model: Model, pool: Tensor, max_rows: int, wanted: str, dtype: torch.dtype, max_tokens: int
     ) -> None:
-        """wanted: `--attention-backend`. max_tokens: of the largest step; 0: it attends for decode rows alone. Raises
-        ConfigError.
-        """
+        """wanted: `--attention-backend`. max_tokens: of the largest step; 0: only decode rows. Raises ConfigError."""
 
     @abstractmethod
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Tensor]
     ) -> Sequence[Any]:
-        """Plan chunks of prompts for each KV group, see `PrefillAttention.plan`. `attend` alone reads its plans."""
+        """Plan prompt chunks for each KV group, see `PrefillAttention.plan`. Only `attend` reads the plans."""
 
     @abstractmethod
     def graph_plan(self, block_tables: Tensor, tiles: Tensor, splits: TileSplits | None = None) -> Any:
-        """A plan for graphs, which runs the same kernels whatever these tensors hold. tiles: of `prefill_tiles`, or
-        with splits those that they are of, see `paged_prefill`.
+        """Return a plan for CUDA graphs, whose kernels do not depend on what these tensors hold.
+
+        tiles: of `prefill_tiles`, or with splits the tiles that are split, see `paged_prefill`.
         """
 
     @abstractmethod
     def plan_decode(self, inputs: GpuInputs) -> None:
-        """Plan a step's decode rows for all layers, before the first of its kernels."""
+        """Plan the decode rows for all layers, before the step's first kernel."""
 
     @abstractmethod
     def attend(self, inputs: GpuInputs, block: Any, *queries: Any) -> Tensor:
-        """Norm and rotate, store what the pool keeps, attend. Returns the input of the block's output projection.
+        """Norm and rotate queries and keys, write K and V to the pool, attend.
 
-        queries: what the ops of this kind of blocks give.
+        Returns the input of the block's output projection. queries: the output of the block's op.
         """

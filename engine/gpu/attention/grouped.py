@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """What a layer's attention needs of the model: its KV group and its index there, its window (0: none), and the
+    """What attention needs to know about a layer: its KV group, its index in the group, its window (0: none) and its
     rotary table.
     """
 
@@ -59,9 +59,9 @@ def layers_of(model: Model, layout: KvLayout) -> dict[int, LayerKv]:
 def open_attention(
     wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, needs: str = ""
 ) -> PrefillAttention:
-    """The backend for prompts over one pool. Raises ConfigError.
+    """Open the prefill backend over one pool. Raises ConfigError.
 
-    max_tokens: of the largest step. needs: what of the model's attention our kernel alone can; empty: nothing.
+    max_tokens: of the largest step. needs: a feature of the model that only our own kernel supports, or "".
     """
     if needs and wanted not in ("auto", "triton"):
         raise ConfigError(f"--attention-backend {wanted} knows no {needs}; use triton")
@@ -105,7 +105,7 @@ class GroupedQueries(GpuAttention):
     def plan(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Tensor]
     ) -> Sequence[PrefillPlan]:
-        """See GpuAttention. Plans of several groups are the paged kernel's, and differ in their tables alone."""
+        """See GpuAttention. With several groups the paged kernel runs all of them, with one table each."""
         plan: Any = self._prefill.plan(query_starts, seq_lens, block_tables[0])
         return [plan, *(replace(plan, block_tables=tables) for tables in block_tables[1:])]
 
@@ -113,7 +113,7 @@ class GroupedQueries(GpuAttention):
         return PagedPlan(block_tables, tiles, SMALL_TILE, splits)
 
     def plan_decode(self, inputs: GpuInputs) -> None:
-        """See GpuAttention. Groups of one window share a plan."""
+        """See GpuAttention. Groups with the same window share a plan."""
         if not inputs.lengths.shape[0]:
             return
         plans: dict[int, DecodePlan] = {}

@@ -1,1 +1,1 @@
-"""Blocks of a model as GPU kernels, one module per form. `engine/gpu/lowering.py` chooses the form of a step."""
+"""GPU ops of a model's blocks. `engine/gpu/lowering.py` chooses among them for each class of steps."""

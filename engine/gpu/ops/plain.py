@@ -1,4 +1,4 @@
-"""Blocks of any number of rows: GEMMs apart, all between them fused.
+"""Ops for any number of rows: one kernel for each GEMM, and fused kernels between GEMMs.
 
     residual += pending output, normed       one kernel, also where the output is normed before it is added
     q, k normed and rotated, k and v stored  one kernel
@@ -6,8 +6,8 @@
     SiLU(gate) * up, or GELU(gate) * up      one kernel, or part of the GEMM
     experts                                  routing, then two grouped GEMMs
 
-A GEMM of few rows takes the kernel that reads weights fastest where that was measured to win (`engine/few_rows`),
-else cuBLAS, or the quantized layer's own.
+Skinny GEMMs use a kernel of `engine/few_rows` where it was measured to be faster; others use cuBLAS, or the kernel of
+the quantized layer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def mlp(block: Mlp, target: Target) -> GpuOp:
 
 
 def workspace_on(device: torch.device) -> Any:
-    """What GEMMs that run one after the other share, on one stream; None: nothing."""
+    """Allocate the workspace that consecutive GEMMs of one stream share; None if they need none."""
     return SplitKWorkspace(device) if HAS_FEW_ROWS else None
 
 

@@ -1,8 +1,8 @@
-"""Rules, of which the first that fits a block in a class of steps makes its op, and what ops share and are given.
+"""Rules that map a block to its GPU op, and the types that ops share.
 
-Between blocks travels an output that is pending until the next block's fold adds it to the residual: a tensor, or a
-form of its own, as of the kernel that quantizes what it norms (`engine/quantization/gpu_ops.py`).
-`GpuSeams` is what a process computes alone; tensor and expert parallelism have others.
+A block's output stays pending until the next block's fold adds it to the residual. It is a tensor, or another form,
+like the output of the kernel that norms and quantizes at once (`engine/quantization/gpu_ops.py`). `GpuSeams` is for a
+single rank; tensor and expert parallelism replace it.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ X = TypeVar("X")
 
 
 class PendingOutput(ABC):
-    """An output in a form of its own."""
+    """A pending output that is not a plain tensor."""
 
     __slots__ = ()
 
     @abstractmethod
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add it to the residual, in place. Returns the RMS norm of the sum, with `weight`."""
+        """Add the output to the residual in place. Returns the RMS norm of the sum, with `weight`."""
 
     @abstractmethod
     def plain(self, eps: float) -> Tensor:
-        """What is added, (num_tokens, hidden)."""
+        """Return the output as a tensor (num_tokens, hidden)."""
 
     @abstractmethod
     def rows(self, index: Tensor) -> PendingOutput:
-        """The output of those tokens, int64 (n,)."""
+        """Return the output of the tokens `index`, int64 (n,)."""
 
 
 Pending = Tensor | PendingOutput
@@ -53,7 +53,7 @@ Fold = Callable[[Tensor, Pending | None], X]
 
 @dataclass(frozen=True, slots=True)
 class AddNorm:
-    """The fold whose result is the RMS norm, in one kernel."""
+    """The fold that adds and applies the RMS norm in one kernel."""
 
     weight: Tensor
     eps: float
@@ -67,14 +67,14 @@ class AddNorm:
 
 
 def rows_of(pending: Pending | None, index: Tensor) -> Pending | None:
-    """Select tokens of an output."""
+    """Select tokens of a pending output."""
     if isinstance(pending, Tensor):
         return pending[index]
     return pending if pending is None else pending.rows(index)
 
 
 def plain_of(pending: Pending | None, eps: float) -> Tensor | None:
-    """What is added, (num_tokens, hidden)."""
+    """Return a pending output as a tensor (num_tokens, hidden)."""
     return pending.plain(eps) if isinstance(pending, PendingOutput) else pending
 
 
@@ -82,20 +82,20 @@ def plain_of(pending: Pending | None, eps: float) -> Tensor | None:
 class Target:
     """A class of steps, and what its ops share.
 
-    num_rows: tokens, or MANY_ROWS for more than any kernel is tuned for. workspace: of `plain.workspace_on`.
+    num_rows: tokens of the step, or MANY_ROWS above all tuned counts. workspace: from `plain.workspace_on`.
     """
 
     num_rows: int
-    is_decode: bool  # no chunks of prompts
+    is_decode: bool  # no prompt chunks
     seams: GpuSeams
     workspace: Any
 
 
 @dataclass(slots=True)
 class GpuStep:
-    """The inputs of one forward pass. token_ids: (num_tokens,). slots: int32 (num_tokens,), -1 of padding.
+    """The inputs of one forward pass. token_ids: (num_tokens,). slots: int32 (num_tokens,), -1 for padding.
 
-    attend: `GpuAttention.attend`, of a block and its queries. wanted: see `GpuInputs`.
+    attend: `GpuAttention.attend`, which takes a block and its queries. wanted: see `GpuInputs`.
     """
 
     token_ids: Tensor
@@ -109,9 +109,9 @@ GpuForward = Forward[GpuStep, Pending]
 
 
 class Rule(NamedTuple):
-    """A row of the table: `op` makes the op of a block of its kind that it `fits`. The last of each kind always does.
+    """A row of the table: `op` lowers a block of type `kind` if the rule `fits`. The last of each kind always fits.
 
-    way: rules of one way go together, so that all blocks of a model take one of them, or none does.
+    way: rules with the same way are used by all blocks of a model or by none.
     """
 
     kind: type[Any]
@@ -121,22 +121,22 @@ class Rule(NamedTuple):
 
 
 class Vocabulary:
-    """The tokens whose logits a process has: here all of them. See `VocabShards` for ranks that have parts."""
+    """The part of the vocabulary whose logits a process computes: here all of it. Ranks use `VocabShards`."""
 
     def own(self, logits: Tensor) -> tuple[int, int]:
-        """How many columns of `logits` are of tokens, and the id of the first one."""
+        """Return how many columns of `logits` are tokens, not padding, and the first token id."""
         return logits.shape[1], 0
 
     def joined(self, stats: Tensor, logits: Tensor, truncates: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """Statistics (rows, chunks, 4) and logits of the whole vocabulary; logits of rows with `truncates` alone."""
+        """Join the ranks' statistics (rows, chunks, 4) and, for rows with `truncates`, their logits."""
         return stats, logits
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """Logits (rows, vocab) of rows of which each rank has its part."""
+        """Gather the ranks' parts of logits: (rows, vocab)."""
         return logits
 
     def whole(self, logits: Tensor, sources: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """Logits over the whole vocabulary in which rows `sources` of `logits` are, and which rows they are there."""
+        """Return whole-vocabulary logits of rows `sources` of `logits`, and the index of each of them there."""
         return logits, sources
 
 
@@ -144,7 +144,7 @@ WHOLE_VOCABULARY = Vocabulary()
 
 
 class GpuSeams:
-    """What a rank computes with others on a GPU; this one is alone."""
+    """Where a rank exchanges data with others on GPUs; this one is alone and exchanges nothing."""
 
     is_alone = True
     vocabulary: Vocabulary = WHOLE_VOCABULARY
@@ -154,28 +154,28 @@ class GpuSeams:
 
     @property
     def add_norm_quantize(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """What adds, norms and quantizes outputs that are a rank's share of a sum; None: they are whole."""
+        """The kernel that all-reduces outputs, adds, norms and quantizes; None if outputs are no partial sums."""
         return None
 
     def forward(self, model: Model, ops: Sequence[GpuOp]) -> GpuForward:
-        """The ops between embedding and head."""
+        """Return the pass that starts with the embedding, runs `ops` and ends with the final norm."""
         final, (norm, first) = self.fold(model.final_norm, model.config.rms_norm_eps), ops[0]
         if not model.takes_rows_as_they_are or not isinstance(norm, AddNorm):
             return Forward(lambda step: Stream(model.embed(step.token_ids)), ops, final, model.head)
 
         def start(step: GpuStep) -> Stream[Pending]:
-            """The first norm and the embedding's rows are one kernel."""
+            """Look up the embedding and apply the first norm in one kernel."""
             residual, x = embed_rms_norm(step.token_ids, model.embedding, norm.weight, norm.eps)
             return Stream(residual, first(x, step))
 
         return Forward(start, ops[1:], final, model.head)
 
     def fold(self, weight: Tensor, eps: float) -> Fold[Tensor]:
-        """The RMS norm of the residual, with all that is pending."""
+        """Return the fold before a block: add the pending output, apply the RMS norm."""
         return AddNorm(weight, eps)
 
     def sum(self, model: Model) -> Fold[Tensor]:
-        """The residual with what is pending added, without a norm: where a stage ends."""
+        """Return the fold at the end of a pipeline stage: add the pending output, without a norm."""
         return lambda residual, pending: plain_sum(residual, plain_of(pending, model.config.rms_norm_eps))
 
 
@@ -183,9 +183,9 @@ SINGLE_GPU = RankContext(GpuSeams())
 
 
 class BlockOps(Protocol):
-    """The module that `Block.gpu_ops` names. attention: how its blocks attend, if they do.
+    """The module that `Block.gpu_ops` names. attention: the attention class of its blocks, if they attend.
 
-    prepare: brings a block's weights into the form that ops read, in place, as there is no room for both.
+    prepare: converts a block's weights to the layout that its ops read, in place, since memory has no room for both.
     """
 
     RULES: Sequence[Rule]
@@ -194,12 +194,12 @@ class BlockOps(Protocol):
 
 
 def ops_of(block: Block) -> BlockOps:
-    """Import the module of ops that a block names."""
+    """Import the module of GPU ops that a block names."""
     return cast(BlockOps, import_module(block.gpu_ops))
 
 
 def fitting(block: Block, rules: Sequence[Rule], target: Target) -> list[Rule]:
-    """Return the rules that fit the block, its module's last. Raises UnsupportedModelError if there are none."""
+    """Return the rules that fit the block, those of its own module last. Raises UnsupportedModelError without any."""
     of_block = ops_of(block).RULES if block.gpu_ops else ()
     found = [rule for rule in (*rules, *of_block) if isinstance(block, rule.kind) and rule.fits(block, target)]
     if not found:

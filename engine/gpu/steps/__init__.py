@@ -1,1 +1,1 @@
-"""Steps on the device: inputs, the state that stays between steps, samples, graphs of whole steps."""
+"""Steps on the device: inputs, state between steps, sampling, and CUDA graphs of whole steps."""

@@ -1,6 +1,6 @@
-"""Steps of decode rows: inputs packed on the host, one copy to the device, then one graph where there are graphs.
+"""Decode steps: inputs are packed on the host and sent in one copy, then one CUDA graph runs the step.
 
-A step that is being filled, and those in flight, have a buffer of pinned memory each.
+The step that is being filled and each step in flight have a pinned buffer of their own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.start_progress import OnProgress
 
 logger = logging.getLogger(__name__)
-POSITION, SLOT, LENGTH = range(3)  # of the packed inputs; then come the slots of further KV groups
+POSITION, SLOT, LENGTH = range(3)  # rows of the packed inputs; the slots of further KV groups follow
 
 
 class DeviceRows(NamedTuple):
-    """Who has which row on the device, and what it holds of each.
+    """The assignment of requests to device rows, and the state that the device keeps of each row.
 
-    buckets: numbers of rows that graphs have, ascending; the last is the most that there are.
+    buckets: row counts that have a graph, ascending; the last is the number of rows.
     """
 
     table: RowTable
@@ -38,16 +38,16 @@ class DeviceRows(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-    """Results of one bucket. token_ids: int64 (rows,), negative where there is none. logits: (rows, vocab)."""
+    """Results of one bucket. token_ids: int64 (rows,), negative for padding. logits: (rows, vocab)."""
 
     token_ids: Tensor
     logits: Tensor
 
 
 class DecodeSteps:
-    """Steps in which each row continues after what it has sampled last.
+    """Steps in which each row continues after the token that it sampled last.
 
-    num_fields: of the packed inputs, before the slots of KV groups but the first.
+    num_fields: rows of the packed inputs without the slots of further KV groups.
     """
 
     num_fields = LENGTH + 1
@@ -55,7 +55,7 @@ class DecodeSteps:
     def __init__(
         self, forward: FusedForward, rows: DeviceRows, samples: StepSamples, num_buffers: int, block_size: int
     ) -> None:
-        """num_buffers: more than steps in flight."""
+        """num_buffers: pinned buffers, more than steps in flight."""
         self._forward, self._rows, self._samples, self._block_size = forward, rows, samples, block_size
         self._num_groups, device = len(rows.state.block_tables), rows.state.last_tokens.device
         more_slots = range(self.num_fields, self.num_fields + self._num_groups - 1)
@@ -63,13 +63,12 @@ class DecodeSteps:
         shape, pin = (self.num_fields + len(more_slots), rows.buckets[-1]), device.type == "cuda"
         self._packed = torch.zeros(shape, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(shape, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}  # by rows; without, steps run eagerly
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}  # by row count; without, steps run eagerly
 
     def capture(self, on_progress: OnProgress) -> None:
-        """Capture the graphs of all buckets, which read and write the same tensors as long as they are replayed.
+        """Capture a graph for each bucket. Each replay reads and writes the same tensors.
 
-        All share one memory pool and are captured largest first, so that the smaller ones fit into what the largest
-        took.
+        All share one memory pool. The largest is captured first, so that the smaller ones reuse its memory.
         """
         for field in self._slot_fields:
             self._packed[field] = -1  # nothing is stored
@@ -101,7 +100,7 @@ class DecodeSteps:
         self._samples.take(output.token_ids, output.logits, batch, sampled, turn, step)
 
     def places(self, batch: GpuBatch) -> tuple[Sequence[int], Sequence[int], int]:
-        """Where a step has its tokens: which row of the batch has each, where it is, and the number of places."""
+        """Return the batch row of each token, the index of each token in the step, and the step's padded size."""
         return range(len(batch.rows)), batch.device_rows, self._rows.table.bucket()
 
     def _slots(self, batch: GpuBatch, group: int) -> list[int]:
@@ -120,7 +119,7 @@ class DecodeSteps:
         return output
 
     def _compute(self, num_rows: int) -> Any:
-        """Forward pass, logits and sampled tokens of rows 0 .. num_rows - 1: what a graph holds."""
+        """Run forward pass, head and sampling for rows 0 .. num_rows - 1: the work that a graph captures."""
         packed, state = self._packed[:, :num_rows], self._rows.state
         lengths, last = packed[LENGTH], state.last_tokens[:num_rows]
         slots = (packed[field] for field in self._slot_fields)

@@ -1,6 +1,6 @@
-"""Samples tokens on the device: greedy, or seeded with temperature, top-k, top-p and min-p, without the host.
+"""Samples tokens on the device: greedy, or seeded with temperature, top-k, top-p and min-p.
 
-Keeps each row's parameters on the device. `engine.cpu.sampler` samples the same tokens from the same seeds.
+Each row's parameters stay on the device. `engine.cpu.sampler` samples the same tokens from the same seeds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NUM_FRACTIONS = 3  # lines of the table that are float32: temperature, top_p, mi
 
 
 class DeviceSampler:
-    """Parameters of `max_rows` rows. Its workspace serves one stream."""
+    """Sampling parameters of `max_rows` rows. The workspace serves one stream."""
 
     def __init__(
         self, max_rows: int, vocab_size: int, device: torch.device, vocabulary: Vocabulary = WHOLE_VOCABULARY
     ) -> None:
-        """vocabulary: of this rank's logits; all ranks sample the same tokens, by statistics of each part."""
+        """vocabulary: this rank's part. Ranks exchange statistics of their parts and sample the same tokens."""
         self.max_rows = max_rows
         self._device = device
         self._vocabulary = vocabulary
@@ -44,7 +44,7 @@ class DeviceSampler:
         return self._temperatures, self._top_ks, self._top_ps, self._min_ps, self._seeds
 
     def apply(self, changes: RowChanges) -> None:
-        """Bring rows that changed their owner up to date."""
+        """Write the parameters of rows that belong to another request now."""
         if changes.moved:
             old, new = (upload(rows, torch.int64, self._device) for rows in zip(*changes.moved, strict=True))
             self._table[:, new] = self._table[:, old]
@@ -58,10 +58,10 @@ class DeviceSampler:
         self, logits: Tensor, rows: slice | Tensor, positions: Tensor, last_tokens: Tensor | None = None,
         is_whole: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Sample a token for each of `rows`: int64 (n,), negative where there is none.
+        """Sample a token for each of `rows`: int64 (n,), negative for padding.
 
-        logits: (n, vocab), this rank's part of them unless `is_whole`. positions: (n,), of the tokens.
-        last_tokens: int64 (n,), takes the valid tokens of rows in use, those with a position above 0.
+        logits: (n, vocab), only this rank's part unless `is_whole`. positions: (n,), of the tokens; 0 for padding.
+        last_tokens: int64 (n,), receives the valid tokens of rows in use.
         """
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=self._device)
         temperatures, top_ks, top_ps, min_ps, seeds = (column[rows] for column in self._columns)
@@ -78,7 +78,7 @@ class DeviceSampler:
 
 
 def _numbers_of(fresh: Sequence[tuple[int, RequestState]]) -> Any:
-    """int64 (2 + lines of the table, n): rows, seeds, and a column of the table for each."""
+    """Return int64 (2 + lines of the table, n): the rows, their seeds and their columns of the table."""
     params = [request.params for _, request in fresh]
     fractions = np.array([(each.temperature, each.top_p, each.min_p) for each in params], np.float32)
     numbers = np.empty((2 + NUM_FRACTIONS + 2, len(params)), np.int64)

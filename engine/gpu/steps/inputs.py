@@ -1,4 +1,4 @@
-"""A step's inputs: arrays on the host, and for eager steps what becomes of them on the device."""
+"""The inputs of a step: arrays on the host and, for eager steps, tensors on the device."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from engine.gpu.steps.step import GpuBatch
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
 
-TOKEN, POSITION, SLOT = range(3)  # rows of what `step_tokens` gives; then come the slots of further KV groups
+TOKEN, POSITION, SLOT = range(3)  # rows of the result of `step_tokens`; the slots of further KV groups follow
 
 
 Rows = Sequence[tuple[ScheduledRow, RequestState]]
 
 
 def step_tokens(decodes: Rows, chunks: Rows, block_size: int, num_groups: int = 1) -> Any:
-    """int32 (2 + num_groups, num_tokens or up to 3 more): token ids, positions and slots of decode rows, then of
-    chunks. num_groups: KV groups, with slots of their own.
+    """Return token ids, positions and slots, of decode rows and then of prompt chunks.
 
-    The id of a decode row whose token is not known yet is 0.
-
-    The width is a multiple of 16 bytes: kernels are compiled anew for pointers that are not aligned.
+    The result is int32 (2 + num_groups, num_tokens), since each KV group has slots of its own. The id of a token that
+    is not sampled yet is 0. Up to three columns of padding make rows a multiple of 16 bytes: kernels are compiled anew
+    for pointers that are not aligned.
     """
     num_tokens = len(decodes) + sum(row.num_tokens for row, _ in chunks)
     fields = np.zeros((2 + num_groups, -(-num_tokens // 4) * 4), dtype=np.int32)
@@ -59,7 +58,7 @@ def mixed_inputs(
     attention: GpuAttention,
     block_size: int,
 ) -> tuple[GpuInputs, dict[int, int]]:
-    """Inputs of an eager step, decode rows first, and where the last token of each row of the batch is in them."""
+    """Return the inputs of an eager step, decode rows first, and the index of the last token of each batch row."""
     device = state.last_tokens.device
     pairs = list(zip(batch.rows, batch.requests, strict=True))
     decode_rows, chunk_rows = [pairs[i] for i in decodes], [pairs[i] for i in chunks]

@@ -1,8 +1,7 @@
-"""Stable rows of the device's per-request state: which request has which row, and what the device has of it.
+"""Assigns requests to rows of the device, and keeps each row's state there.
 
-A request keeps its row while it is in every step, in a pipeline for as long as it runs. Rows stay dense
-enough that a decode step's graph, which computes all rows up to the last one in use, wastes little: a row far out
-moves into a vacant one nearer to zero.
+A request keeps its row while it is in every step; in a pipeline, for as long as it runs. A decode graph computes all
+rows up to the last one in use, so rows far out move to vacant ones nearer to zero.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from engine.gpu.pinning import upload
 from engine.request import RequestId
 from engine.request_states import RequestState
 
-MAX_GRAPH_TOKENS = 1024  # of a step with prompts that a graph holds
+MAX_GRAPH_TOKENS = 1024  # of the largest step with prompts that has a graph
 
 
 def most_tokens(config: EngineConfig) -> int:
-    """Return the most tokens of one step, with what pads it in a graph."""
+    """Return the most tokens of a step, with the padding of a graph."""
     return max(config.max_num_batched_tokens, config.max_num_seqs, MAX_GRAPH_TOKENS)
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """Row counts that decode graphs are captured for: few at first, then steps of at most a quarter."""
+    """Return the row counts of decode graphs: dense at first, then growing by at most a quarter."""
     sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 128, 16), *range(128, 513, 32)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 @dataclass(slots=True)
 class RowChanges:
-    """What a step changes: `fresh` rows need everything, `moved` ones only their last token from the old row."""
+    """Rows that a step changes: `fresh` rows need all state, `moved` rows only their last token from the old row."""
 
     fresh: list[tuple[int, RequestState]] = field(default_factory=list)
     moved: list[tuple[int, int]] = field(default_factory=list)  # (old row, new row)
 
 
 class RowTable:
-    """Rows 0 .. max_rows - 1."""
+    """Which request has which of the rows 0 .. max_rows - 1."""
 
     def __init__(self, max_rows: int, buckets: Sequence[int], keeps: bool = False) -> None:
-        """keeps: rows of requests that a step leaves out stay theirs until they are forgotten, and none moves."""
+        """keeps: requests that a step leaves out keep their rows until they are forgotten, and no row moves."""
         self._buckets = buckets
         self._keeps = keeps
         self._rows: dict[RequestId, int] = {}
@@ -57,15 +56,15 @@ class RowTable:
 
     @property
     def extent(self) -> int:
-        """Rows up to the last one in use."""
+        """Number of rows up to the last one in use."""
         return max(self._rows.values(), default=-1) + 1
 
     def bucket(self) -> int:
-        """The smallest bucket that holds all rows in use."""
+        """Return the smallest bucket that holds all rows in use."""
         return self._buckets[bisect_left(self._buckets, self.extent)]
 
     def sync(self, requests: Sequence[RequestState]) -> RowChanges:
-        """Give every request of the step a row and take the rows of all others. At most max_rows requests."""
+        """Give every request of the step a row, and free the rows of all others. At most max_rows requests."""
         changes = RowChanges()
         if not self._keeps:
             names = {request.request_id for request in requests}
@@ -82,17 +81,17 @@ class RowTable:
         return changes
 
     def forget(self, names: Iterable[RequestId]) -> None:
-        """Take the rows of those of `names` that have one."""
+        """Free the rows of the requests `names`."""
         for name in names:
             if name in self._rows:
                 self._release(name)
 
     def clear(self) -> None:
-        """Forget all rows: every request of the next step is a fresh one."""
+        """Free all rows: the next step has only fresh ones."""
         self.forget(list(self._rows))
 
     def _compact(self, changes: RowChanges) -> None:
-        """Move the farthest rows inwards as long as that allows a smaller bucket."""
+        """Move the last rows to vacant ones, as long as that allows a smaller bucket."""
         target = self._buckets[bisect_left(self._buckets, max(len(self._rows), 1))]
         if self.extent <= target:
             return
@@ -121,24 +120,24 @@ class RowTable:
 class DeviceState:
     """What the device keeps of each row between steps: its block table and its last token.
 
-    Block tables grow by an entry every `block_size` steps, so only changes are uploaded. The last token is written by
-    the sampler on the device; the host sends one only when a request gets its row.
+    Block tables grow by an entry every `block_size` steps, so only changes are uploaded. The sampler writes the last
+    token on the device; the host sends one only when a request gets its row.
 
-    block_tables: of each KV group, int32 (max_rows, max_blocks). last_tokens: int64 (max_rows + 1,), the last of
-        nobody.
+    block_tables: int32 (max_rows, max_blocks) for each KV group. last_tokens: int64 (max_rows + 1,); the last entry
+        belongs to no row and takes writes of padding.
     """
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
-        """max_blocks: of a request in each of the KV groups."""
+        """max_blocks: of a request, in each KV group."""
         self._tables = torch.zeros(num_groups, max_rows, max_blocks, dtype=torch.int32, device=device)
         self.block_tables = tuple(self._tables)
         self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        self._num_uploaded = [0] * max_rows  # entries of each row's block table, of all groups together
+        self._num_uploaded = [0] * max_rows  # entries of each row's block tables, summed over groups
         self._max_blocks = max_blocks
         self._device = device
 
     def apply(self, changes: RowChanges) -> None:
-        """Bring rows that changed their owner up to date, but for block tables."""
+        """Write the last tokens of rows that belong to another request now."""
         if changes.moved:
             old, new = zip(*changes.moved, strict=True)
             source = upload(old, torch.int64, self._device)
@@ -154,7 +153,7 @@ class DeviceState:
                 self._num_uploaded[row] = 0
 
     def upload_blocks(self, rows: Sequence[int], requests: Sequence[RequestState]) -> None:
-        """Send the block ids that the device does not have yet."""
+        """Upload the block ids that the device does not have yet."""
         places: list[int] = []
         values: list[int] = []
         uploaded, count = self._num_uploaded, len(self.block_tables)

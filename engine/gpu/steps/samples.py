@@ -1,7 +1,7 @@
-"""From a step's logits to its tokens, on the device: the host reads them when it needs the step's result.
+"""Samples a step's tokens on the device; the host reads them when it needs the step's result.
 
-All rows are sampled from their logits as they are, inside of the step's graph. Rows whose logits change are then
-sampled again (`engine/logit_rules`), and log-probabilities computed for the rows that ask.
+A graph samples all rows from unchanged logits. Rows with penalties, bias or a grammar are then sampled again
+(`engine/logit_rules`), and log-probabilities are computed for the rows that ask for them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if HAS_LOGPROBS:
 
 
 class StepSamples:
-    """The sampling state of one runner's rows, and the pinned memory that tokens come back through."""
+    """The sampling state of a runner's rows, and the pinned memory that tokens are downloaded to."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class StepSamples:
         hooks: Mapping[RequestId, LogitsHook],
         vocabulary: Vocabulary = WHOLE_VOCABULARY,
     ) -> None:
-        """num_buffers: more than steps in flight. vocabulary: of this rank's logits."""
+        """num_buffers: pinned buffers, more than steps in flight. vocabulary: this rank's part."""
         self._hooks = hooks
         self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device, vocabulary)
         self._vocabulary = vocabulary
@@ -51,15 +51,15 @@ class StepSamples:
         self._tokens = [torch.zeros(max_rows, dtype=torch.int64, pin_memory=pin) for _ in range(num_buffers)]
 
     def apply(self, changes: RowChanges) -> None:
-        """Bring rows that changed their owner up to date."""
+        """Write the sampling parameters of rows that belong to another request now."""
         self.on_device.apply(changes)
         if self._changed is not None:
             self._changed.apply(changes)
 
     def sample(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], turn: int, step: GpuStep) -> Tensor:
-        """Sample for rows `indices` of the batch from as many logits, and put the tokens into the device's state.
+        """Sample a token for each of the batch rows `indices`, and store it in the device's state.
 
-        Returns them, int64 (n,).
+        logits: (n, vocab). Returns the tokens, int64 (n,).
         """
         rows = upload([batch.device_rows[i] for i in indices], torch.int64, self._device)
         lengths = upload([batch.rows[i].stop for i in indices], torch.int64, self._device)
@@ -71,7 +71,7 @@ class StepSamples:
     def take(
         self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, sampled: list[Sampled], turn: int, step: GpuStep
     ) -> None:
-        """Give the step its tokens, `token_ids[k]` sampled from `logits[k]` for an entry with index k."""
+        """Start the download of a step's tokens: `token_ids[k]` and `logits[k]` belong to the entry with index k."""
         hooks = self._hooks
         step.sampled = sampled
         changed: list[tuple[int, int]] = []

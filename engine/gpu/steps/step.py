@@ -1,4 +1,4 @@
-"""One step on a GPU, from its launch until its sampled tokens are read."""
+"""One step on a GPU, from its launch until the host reads its tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.runner import NO_DRAFT, Proposer, Sampled, settle
 
 @dataclass(slots=True)
 class GpuBatch:
-    """The rows of one step, their requests and their rows on the device, all parallel."""
+    """The rows of one step, with the request and the device row of each."""
 
     rows: Sequence[ScheduledRow]
     requests: Sequence[RequestState]
@@ -25,7 +25,7 @@ class GpuBatch:
 
 
 class DeviceTimer:
-    """Times what the current stream is given from now until `stop`, by the device's clock. Does not wait."""
+    """Measures, on the device, the time of the work queued on the current stream until `stop`. Never waits."""
 
     def __init__(self) -> None:
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ class DeviceTimer:
         self._ended.record()
 
     def seconds(self) -> float:
-        """Wait for the end."""
+        """Wait for the work, and return its time."""
         self._ended.synchronize()
         milliseconds: float = self._began.elapsed_time(self._ended)
         return milliseconds / 1e3
@@ -43,15 +43,15 @@ class DeviceTimer:
 
 @dataclass(slots=True)
 class GpuStep:
-    """A step on the stream: what is known of it already, and where the rest will be."""
+    """A queued step: the results that are known, and where the others will be."""
 
     found: StepResult
     proposer: Proposer
     waits: list[Callable[[], None]] = field(default_factory=list)
-    tokens: Tensor | None = None  # on the host, valid after the waits; negative: there is none
+    tokens: Tensor | None = None  # on the host, valid after the waits; negative for padding
     sampled: list[Sampled] = field(default_factory=list)
     logprobs: Any = None  # of sampled tokens, `PendingLogprobs` of `engine.logprobs`
-    takes_drafts: bool = False  # whether drafts can follow
+    takes_drafts: bool = False  # whether drafts may follow
     timer: DeviceTimer | None = None
 
     def result(self) -> StepResult:
@@ -68,14 +68,14 @@ class GpuStep:
 
 
 def sampled_rows(batch: GpuBatch, indices: Sequence[int], sources: Sequence[int] | None = None) -> list[Sampled]:
-    """Entries of rows `indices` of the batch, one each. sources: their tokens' indices; None: in this order."""
+    """Return an entry for each of the batch rows `indices`. sources: indices of their tokens; None: 0, 1, 2, ..."""
     rows, requests = batch.rows, batch.requests
     pairs = enumerate(indices) if sources is None else zip(sources, indices, strict=True)
     return [(source, i, requests[i], rows[i].stop, NO_DRAFT) for source, i in pairs]
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """A function that waits until the current stream has done what it has been given until now."""
+    """Return a function that waits for all work queued on the current stream until now."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def check_alive(device: torch.device) -> None:
-    """After a failure. Raises DeviceLostError when the device fails whatever it is asked."""
+    """Check the device after a failure. Raises DeviceLostError if it does not work any more."""
     if device.type != "cuda":
         return
     try:
