@@ -42,7 +42,7 @@ def native_add_rms_norm(
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In place: x (num_tokens, num_heads, head_dim), cos and sin (num_tokens, 1, head_dim). Rounded once."""
+    """Rotate x (num_tokens, num_heads, head_dim) in place by cos and sin (num_tokens, 1, head_dim). Rounded once."""
     if HAS_NATIVE and native.rotate(x, cos, sin):
         return x
     wide = x.to(cos.dtype)

@@ -1,5 +1,5 @@
-"""Triton kernels for GPUs. Only this package imports triton; code for CPUs imports the references beside it.
+"""Triton kernels for GPUs. Only this package imports triton; CPUs use the plain-torch references outside of it.
 
-Each file: the formula, the kernel, its launcher, and the plain-torch reference or where it is. Launchers allocate
-nothing but their outputs, never wait for the device and read no device value, so all may be captured in CUDA graphs.
+Each file has the formula, the kernel, its launcher, and the plain-torch reference or its location. Launchers allocate
+only their outputs, never wait for the device and read no value from it, so CUDA graphs can capture them.
 """

@@ -1,15 +1,13 @@
-"""Launches of Triton kernels: programs that start while the previous kernel still runs, and a short way to start one.
+"""Launches of Triton kernels: programmatic dependent launch, and a launcher with little host time.
 
-Programmatic dependent launch: a kernel that takes part lets its successor start and waits for its predecessor before
-it touches memory that another kernel of the step writes (`wait_for_predecessor`). Every kernel waits, so that what is
-two kernels back has ended too. Weights, and what was there before the step (its inputs, KV of earlier tokens), may be
-read or asked for (`prefetch`) before the wait. Between many short kernels, as in a decode step, this hides the start
-of each one and some of the memory's latency.
+With programmatic dependent launch a kernel lets its successor start early, and waits for its predecessor before it
+touches memory that other kernels of the step write (`wait_for_predecessor`). Every kernel waits, so earlier kernels
+have ended, too. Weights, the step's inputs and the KV of earlier tokens may be read or prefetched before the wait. In
+a decode step of many short kernels this hides their start-up and some memory latency.
 
-`FastLaunch` starts a kernel in half of the host time that `kernel[grid](...)` takes. Triton binds arguments by name,
-derives from them which variant of a kernel is needed, and finds it by a text made of all that: 12 to 18 us a launch
-in a loop, 25 between other operations. Steps with prompts of a small model are bound by it. There the key is a tuple
-of what variants depend on, and a variant that has run once is started directly.
+`FastLaunch` takes half of the host time of `kernel[grid](...)`. Triton binds arguments by name, derives the kernel's
+variant and finds it by a string: 12 to 18 us a launch in a loop, 25 between other operations, which bounds steps with
+prompts of small models. `FastLaunch` finds a variant that has run once by a tuple, and starts it directly.
 """
 
 from __future__ import annotations
@@ -30,28 +28,28 @@ def _major_capability(index: int) -> int:
 
 
 def overlaps_launches(x: Tensor) -> bool:
-    """Whether kernels on the device of `x` can be launched this way; the constant OVERLAPS of a kernel."""
+    """Whether the device of `x` has programmatic dependent launch; the constant OVERLAPS of kernels."""
     return x.is_cuda and _major_capability(x.device.index) >= 9
 
 
 def has_wgmma(x: Tensor) -> bool:
-    """Whether the GPU of `x` is a Hopper: others have no asynchronous GEMM instructions of warpgroups."""
+    """Whether the GPU of `x` is a Hopper, the only one with WGMMA instructions."""
     return x.is_cuda and _major_capability(x.device.index) == 9
 
 
 def is_compiled(x: Tensor) -> bool:
-    """Whether kernels on the device of `x` are compiled, not interpreted; the constant COMPILED of a kernel."""
+    """Whether kernels on the device of `x` are compiled, not interpreted; the constant COMPILED of kernels."""
     return x.device.type != "cpu"
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; a few where kernels are interpreted."""
+    """Return the number of multiprocessors of the GPU; a few where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit
 def wait_for_predecessor(OVERLAPS: tl.constexpr):
-    """Let the next kernel's programs start, then wait until all memory of the previous kernel is visible."""
+    """Let the next kernel's programs start, then wait until all writes of the previous kernel are visible."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -68,8 +66,8 @@ def let_successor_start(OVERLAPS: tl.constexpr):
 def wait_first(OVERLAPS: tl.constexpr):
     """The second half of `wait_for_predecessor`.
 
-    Done before `let_successor_start`, the next kernel's programs come when the kernels before have left. Those that
-    come while others fill some multiprocessors all go to the rest, and stay there.
+    Called before `let_successor_start`, it delays the next kernel's programs until earlier kernels have ended, so
+    that they spread over all multiprocessors. Otherwise all would go to the few multiprocessors that are free.
     """
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
@@ -77,7 +75,7 @@ def wait_first(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, ENABLED: tl.constexpr):
-    """Ask for the lines of `pointers` to be brought into the L2 cache; for weights, before the wait."""
+    """Prefetch the cache lines of `pointers` into L2; for weights, before the wait."""
     if ENABLED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
@@ -85,11 +83,10 @@ def prefetch(pointers, ENABLED: tl.constexpr):
 
 
 def traits(value: Any) -> Any:
-    """What of an argument its kernel's variants depend on.
+    """Return the properties of an argument that select the kernel's variant.
 
-    A variant depends on its constants, on arguments' types, on whether an address is a multiple of 16, and on whether
-    an integer is 1, a multiple of 16, or beyond 32 bits. That is the rule of `triton.jit`; an argument that it was
-    told not to look at only gets some keys more here.
+    By the rules of `triton.jit` these are its type, whether an address is a multiple of 16, and whether an integer is
+    1, a multiple of 16 or beyond 32 bits. Arguments in `do_not_specialize` only cause some extra keys here.
     """
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0

@@ -26,8 +26,8 @@ def step_tokens(decodes: Rows, chunks: Rows, block_size: int, num_groups: int = 
     """Return token ids, positions and slots, of decode rows and then of prompt chunks.
 
     The result is int32 (2 + num_groups, num_tokens), since each KV group has slots of its own. The id of a token that
-    is not sampled yet is 0. Up to three columns of padding make rows a multiple of 16 bytes: kernels are compiled anew
-    for pointers that are not aligned.
+    is not sampled yet is 0. Up to three columns of padding make rows a multiple of 16 bytes: kernels are compiled
+    again for pointers that are not aligned.
     """
     num_tokens = len(decodes) + sum(row.num_tokens for row, _ in chunks)
     fields = np.zeros((2 + num_groups, -(-num_tokens // 4) * 4), dtype=np.int32)

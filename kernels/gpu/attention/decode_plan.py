@@ -1,11 +1,12 @@
-"""Which keys each program of decode attention takes, planned on the device once a step for all layers of one window.
+"""Divides the keys of a decode step among programs, on the device, once a step for all layers with the same window.
 
-The tiles of all rows are one sequence, row after row. Each program of a KV head takes an equal run of it (Stream-K):
-the rest of one row, whole rows, the first tiles of another. So rows of uneven lengths keep all programs busy to the
-end. Where each row can be split alike in about the same time, runs begin with rows instead, and fewer rows are split.
+The tiles of all rows form one sequence, row after row. Each program of a KV head takes an equal run of it (Stream-K):
+the rest of one row, whole rows, the first tiles of another. So all programs are busy to the end, however uneven the
+rows are. Where splitting each row into equal parts takes about as long, runs begin with rows instead, and fewer rows
+need the combine kernel.
 
-Kernels of attention read the plan before they wait for the previous kernel. So it must be there before any kernel
-that comes after it starts: the kernel here lets its successor start when its stores have been performed.
+Attention kernels read the plan before they wait for the previous kernel. So the plan must be in memory before any
+later kernel starts: the kernel here lets its successor start only after its stores.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from kernels.gpu.launch import (
 )
 from kernels.gpu.tuning import DECODE, DecodeConfig, found
 
-MIN_RUN = tl.constexpr(32)  # keys a program takes at least: more splits cost more to combine than they save
+MIN_RUN = tl.constexpr(32)  # least keys of a program: with more splits, combining costs more than they save
 MAX_SPLITS = tl.constexpr(128)  # of a row, one more where runs do not begin with rows
-NEXT_ROW = tl.constexpr(64)  # keys that are read in the time in which a program goes on to another row
-USUAL_QUERIES = 4  # of a row that has several: how many rows a number of queries is taken for
-# Fields of a program: its first and last row, tiles of the first row that programs before take, tiles of the run, and
-# keys of the first row. Fields of a row, or query: first and last program (first > last: padding), and its place in
+NEXT_ROW = tl.constexpr(64)  # keys that a program could read in the time it takes to start another row
+USUAL_QUERIES = 4  # of a row with several queries: converts a number of queries to rows
+# Fields of a program: its first and last row, tiles of the first row that earlier programs take, tiles of its run,
+# keys of the first row. Fields of a row (or query): first and last program (first > last: padding), and its place in
 # its group.
 PROGRAM_FIELDS, ROW_FIELDS = tl.constexpr(8), tl.constexpr(4)
 
@@ -40,7 +41,7 @@ PROGRAM_FIELDS, ROW_FIELDS = tl.constexpr(8), tl.constexpr(4)
 class DecodePlan:
     """of_programs: int32 (programs of each KV head, 8). of_rows: int32 (rows or queries, 4).
 
-    queries: the most of a group that attends together. window: keys that a query sees; 0: all.
+    queries: the largest number in one group that attends together. window: keys that a query sees; 0: all.
     """
 
     config: DecodeConfig
@@ -55,7 +56,7 @@ class DecodePlan:
 
 
 def tuned_rows(num_rows: int) -> int:
-    """Return the rows of the captured step that holds so many: its settings are theirs, too, and compiled."""
+    """Round up to the rows of a captured step, so that settings, and compiled kernels, are shared with it."""
     if num_rows <= 16:
         return 1 << (num_rows - 1).bit_length()
     step = 8 if num_rows <= 64 else 16 if num_rows <= 128 else 32
@@ -63,52 +64,52 @@ def tuned_rows(num_rows: int) -> int:
 
 
 def usual_groups(num_queries: int, most_queries: int) -> int:
-    """Groups of queries, as far as is known when a graph is captured."""
+    """Estimate the number of query groups, which is unknown when a graph is captured."""
     return -(-num_queries // min(most_queries, USUAL_QUERIES))
 
 
 def decode_config(num_rows: int, num_kv_heads: int, group: int, itemsize: int, head_dim: int = 128) -> DecodeConfig:
-    """Settings for K and V of `itemsize` bytes a number; group: query heads of a KV head."""
+    """Look up the settings. itemsize: bytes of a number in K and V. group: query heads of a KV head."""
     programs = tuned_rows(num_rows) * num_kv_heads
     return found(DECODE.find(programs=programs, group=group, itemsize=itemsize, head_dim=head_dim))
 
 
 def num_programs(num_kv_heads: int, device: torch.device, config: DecodeConfig) -> int:
-    """Programs that share the keys of one KV head: as many as fit the GPU, of all heads together."""
+    """Return the programs that share one KV head's keys, so that all heads together fill the GPU."""
     return max(1, config.programs_per_sm * num_multiprocessors(device) // num_kv_heads)
 
 
 @triton.jit
 def skipped_tiles(lengths, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles before that of the window's first key."""
+    """Count the tiles before the one with the window's first key."""
     return tl.maximum(lengths - WINDOW, 0) // TILE if WINDOW > 0 else 0
 
 
 @triton.jit
 def tiles_of(lengths, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles of keys that rows of these lengths read, from that of the window's first key on."""
+    """Count the tiles of keys that rows of these lengths read, from the window's first key on."""
     return tl.cdiv(lengths, TILE) - skipped_tiles(lengths, TILE, WINDOW)
 
 
 @triton.jit
 def _partition(tiles, num_programs, TILE: tl.constexpr):
-    """Tiles of each program's run, and where each row starts in the sequence of tiles. tiles: int32 (ROWS,)."""
+    """Return the tiles of each program's run, and the first tile of each row. tiles: of each row, int32 (ROWS,)."""
     next_row: tl.constexpr = (NEXT_ROW + TILE - 1) // TILE
     longest = tl.max(tiles, axis=0)
     least = tl.maximum(tl.cdiv(longest, MAX_SPLITS), (MIN_RUN + TILE - 1) // TILE)
     run = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), num_programs), least)
     splits = num_programs // tl.maximum(tl.sum((tiles > 0).to(tl.int32), axis=0), 1)
     even = tl.maximum(tl.cdiv(longest, tl.maximum(splits, 1)), least)
-    # Runs that begin anywhere cost a second row, and nearly all rows are combined.
+    # If runs begin anywhere, most programs start a second row, and nearly all rows are combined.
     is_even = (splits > 0) & (even <= run + next_row + run // 16)
-    # Where rows are split alike, each takes the tiles of as many runs.
+    # With an even split, each row takes up the same number of runs.
     taken = tl.where(is_even, (tiles > 0).to(tl.int32) * (splits * even), tiles)
     return tl.where(is_even, even, run), tl.cumsum(taken, axis=0) - taken
 
 
 @triton.jit
 def _number_at(numbers, place, ROWS: tl.constexpr):
-    """One of `numbers` (ROWS,), 0 beyond them."""
+    """Return numbers[place], or 0 outside of (ROWS,)."""
     return tl.sum(tl.where(tl.arange(0, ROWS) == place, numbers, 0), axis=0)
 
 
@@ -118,7 +119,7 @@ def _plan_kernel(
     lengths_ptr, leaders_ptr, counts_ptr, programs_ptr, rows_ptr, num_rows, num_programs,
     QUERIES: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Fields of one program and of one row, of the same number."""
+    """Write the fields of program `index` and of row `index`."""
     index = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     wait_first(OVERLAPS)
@@ -163,9 +164,9 @@ def make_plan(
     lengths: Tensor, config: DecodeConfig, programs: int, window: int = 0, groups: Tensor | None = None,
     queries: int = 1,
 ) -> DecodePlan:  # fmt: skip
-    """Plan for rows of these lengths, int32 (num_rows,), 0 for padding. programs: of each KV head.
+    """Plan for rows of these lengths, int32 (num_rows,), 0 for padding. programs: for each KV head.
 
-    groups: of rows with several queries, see `paged_verify`; lengths are then its first row.
+    groups: of rows with several queries, see `paged_verify`; `lengths` is then its first row.
     """
     num_rows, device = lengths.shape[0], lengths.device
     of_programs = torch.empty(programs, PROGRAM_FIELDS.value, dtype=torch.int32, device=device)
@@ -184,7 +185,7 @@ def make_plan(
 def plan_decode(
     lengths: Tensor, num_heads: int, pool: Tensor, window: int = 0, groups: Tensor | None = None, queries: int = 1
 ) -> DecodePlan:
-    """Plan launches of `paged_decode` over `pool`; with groups, and the most queries of one, of `paged_verify`."""
+    """Plan `paged_decode` over `pool`; with `groups`, `paged_verify`. queries: the most in one group."""
     num_kv_heads, head_dim = pool.shape[3], pool.shape[5]
     rows = usual_groups(lengths.shape[0], queries)
     config = decode_config(rows, num_kv_heads, num_heads // num_kv_heads, pool.itemsize, head_dim)

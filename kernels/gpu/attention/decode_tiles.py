@@ -1,8 +1,8 @@
 """Tiles of keys and values that decode attention loads, and the running softmax over them.
 
-A tile is `TILE` consecutive keys and values of one KV head. Where its tokens lie is read from the block table, in the
-loop or, at once for 64 blocks, before it. Of e4m3, values come as two matrices of even and odd dimensions, and so do
-the sums over them.
+A tile is `TILE` consecutive keys and values of one KV head. Its block ids are read from the block table in the loop,
+or 64 at a time before it. Values in e4m3 are loaded as two matrices, of even and odd dimensions, which have separate
+sums.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from kernels.gpu.launch import prefetch
 LISTED_BLOCKS = tl.constexpr(64)  # ids that a program holds at a time
 LOG2_E = 1.4426950408889634
 LOG2_E_IN_KERNEL = tl.constexpr(LOG2_E)
-LOWEST = tl.constexpr(-1e30)  # below any score, and finite: where a row sees no key, nothing is -inf - -inf
+LOWEST = tl.constexpr(-1e30)  # below any score, but finite: -inf minus -inf of a row that sees no key would be NaN
 
 
 def padded_group(group: int) -> int:
-    """Query heads of a KV head, padded to the smallest M of `tl.dot`."""
+    """Pad the query heads of a KV head to the smallest M of `tl.dot`."""
     return max(16, 1 << (group - 1).bit_length())
 
 
 def most_queries(group: int) -> int:
-    """Queries of one row that a program attends for: as many as fit a tile of 16 heads, or 32 where those are few."""
+    """Return how many queries of a row share a program: what fits a tile of 16 heads, or of 32 where that is few."""
     fit = 16 // group
     return fit if fit >= 4 else max(1, min(4, 32 // group))
 
 
 def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
-    """What dots are computed in: q's type, but float16 for 8-bit K and V, which convert to it in one step."""
+    """Return the type of dots: that of q, but float16 for 8-bit K and V, which convert to it in one instruction."""
     if q.dtype == torch.float32:
         return tl.float32
     return tl.float16 if q.dtype == torch.float16 or pool.dtype == torch.float8_e4m3fn else tl.bfloat16
@@ -43,7 +43,7 @@ def tile_offsets(
     table_ptr, first_token, length, block_stride,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, first_key=None,
 ):  # fmt: skip
-    """Where the tile's tokens lie relative to a pointer at [block 0, layer, k or v, head]: (TILE,).
+    """Return the offsets (TILE,) of a tile's tokens from a pointer at [block 0, layer, k or v, head].
 
     first_key: table entries before its block are not read.
     """
@@ -62,7 +62,7 @@ def tile_offsets(
 
 @triton.jit
 def listed_blocks(table_ptr, first_block, length, BLOCK_SIZE: tl.constexpr):
-    """Ids of LISTED_BLOCKS blocks, 0 after the sequence."""
+    """Load the ids of LISTED_BLOCKS blocks; 0 after the end of the sequence."""
     blocks = first_block + tl.arange(0, LISTED_BLOCKS)
     return tl.load(table_ptr + blocks, mask=blocks * BLOCK_SIZE < length, other=0)
 
@@ -71,7 +71,7 @@ def listed_blocks(table_ptr, first_block, length, BLOCK_SIZE: tl.constexpr):
 def listed_offsets(
     ids, first_block, first_token, block_stride, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """`tile_offsets` of a tile inside one block, whose id is among `ids`."""
+    """Return `tile_offsets` of a tile within one block, whose id is among `ids`."""
     place = first_token // BLOCK_SIZE - first_block
     block = tl.sum(tl.where(tl.arange(0, LISTED_BLOCKS) == place, ids, 0), axis=0).to(tl.int64)
     return block * block_stride + (first_token % BLOCK_SIZE + tl.arange(0, TILE)) * HEAD_DIM
@@ -82,9 +82,9 @@ def prefetch_keys(
     keys_ptr, values_ptr, table_ptr, first_tile, end_tile, length, first_key, block_stride,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the first AHEAD keys and values of tiles [first_tile, end_tile), in lines of LINE numbers.
+    """Prefetch the first AHEAD keys and values of tiles [first_tile, end_tile), in lines of LINE numbers.
 
-    Tables and all keys but the newest were there before the step.
+    The block table and all keys but the newest were in memory before the step.
     """
     tokens = first_tile * TILE + tl.arange(0, AHEAD)
     tokens = tl.minimum(tokens, tl.maximum(tl.minimum(end_tile * TILE, length) - 1, 0))
@@ -99,10 +99,10 @@ def prefetch_keys(
 
 @triton.jit
 def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr):
-    """Rows of e4m3 as two matrices (rows, HEAD_DIM / 2) of COMPUTE: even and odd dimensions.
+    """Load rows of e4m3 as two matrices (rows, HEAD_DIM / 2) of type COMPUTE: even and odd dimensions.
 
-    Read as 16-bit words: the instruction that loads a transposed operand from shared memory moves no less, and single
-    bytes would take 16 times as many.
+    They are read as 16-bit words, the smallest that `ldmatrix` transposes; single bytes would take 16 times as many
+    instructions.
     """
     words_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     word_offsets = (offsets // 2)[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
@@ -114,8 +114,9 @@ def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUT
 
 @triton.jit
 def load_values(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr):
-    """Rows of values as COMPUTE, zeros where mask (rows, 1) is not set: of e4m3 even and odd dimensions, else twice
-    the same.
+    """Load rows of values as COMPUTE, zeros where mask (rows, 1) is not set.
+
+    Returns even and odd dimensions of e4m3; of other types the same values twice.
     """
     if values_ptr.dtype.element_ty == tl.float8e4nv:
         values, odd = _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM, COMPUTE)
@@ -128,7 +129,7 @@ def load_values(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUTE: tl.c
 
 @triton.jit
 def weigh_keys(q, keys, visible, total, highest, scale):
-    """Weights of a tile's keys, and the running maximum and sum with them: (weights, shrink, total, highest).
+    """Compute the weights of a tile's keys and update the running softmax: (weights, shrink, total, highest).
 
     visible: (1 or members, keys).
     """
@@ -143,7 +144,7 @@ def weigh_keys(q, keys, visible, total, highest, scale):
 
 @triton.jit
 def add_values(weights, shrink, values, odd, mixed, mixed_odd, IS_8_BIT: tl.constexpr):
-    """The running sums with a tile's values. mixed_odd: of 8 bits alone, else passed through."""
+    """Add a tile's values to the running sums. mixed_odd: only with 8 bits, else passed through."""
     if IS_8_BIT:
         mixed_odd = tl.dot(weights.to(odd.dtype), odd, mixed_odd * shrink[:, None], input_precision="ieee")
     mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
@@ -157,7 +158,7 @@ def _attend_tiles(
     IS_LISTED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     NUM_STAGES: tl.constexpr, member_lengths=None,
 ):  # fmt: skip
-    """Add tiles [start, stop) to a running softmax. IS_LISTED: `ids` are those of the blocks from first_block on."""
+    """Add tiles [start, stop) to a running softmax. IS_LISTED: `ids` has the blocks from first_block on."""
     dims = tl.arange(0, HEAD_DIM)
     IS_8_BIT: tl.constexpr = values_ptr.dtype.element_ty == tl.float8e4nv
     for tile in tl.range(start, stop, num_stages=NUM_STAGES):
@@ -175,8 +176,8 @@ def _attend_tiles(
         if member_lengths is not None:
             seen = (tile * TILE + tl.arange(0, TILE))[None, :] < member_lengths[:, None]
         weights, shrink, total, highest = weigh_keys(q, keys, seen, total, highest, scale)
-        # Beyond the length, and in front of the window, a block holds whatever was there, and 0 * NaN is NaN: those
-        # rows are read as zeros.
+        # After the last key and before the window a block may hold NaN, and 0 * NaN is NaN: these rows are read as
+        # zeros.
         values, odd = load_values(values_ptr, offsets, visible[:, None], HEAD_DIM, q.dtype)
         mixed, mixed_odd = add_values(weights, shrink, values, odd, mixed, mixed_odd, IS_8_BIT)
     return mixed, mixed_odd, total, highest
@@ -188,11 +189,11 @@ def attend_share(
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
     LISTS_BLOCKS: tl.constexpr, member_lengths=None,
 ):  # fmt: skip
-    """Running softmax of tiles [first_tile, end_tile): (mixed, mixed_odd, total, highest), before any division.
+    """Compute the softmax over tiles [first_tile, end_tile), not normalized: (mixed, mixed_odd, total, highest).
 
-    ids: of the first LISTED_BLOCKS blocks, read ahead. first_key: with a window the first that is seen, else None.
-    member_lengths: keys that each row of q sees, at most `length`; None: all see `length`. A row that sees none of
-    these tiles gets zeros as `mixed` and `total`.
+    ids: of the first LISTED_BLOCKS blocks, loaded early. first_key: the first key in the window; None: no window.
+    member_lengths: keys that each row of q sees, at most `length`; None: all see `length`. For a row that sees none
+    of these tiles `mixed` and `total` are zeros.
     """
     PADDED: tl.constexpr = q.shape[0]
     IS_8_BIT: tl.constexpr = values_ptr.dtype.element_ty == tl.float8e4nv

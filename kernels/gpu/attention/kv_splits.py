@@ -1,7 +1,7 @@
-"""What programs leave of rows that they do not read alone, and the kernel that combines it.
+"""Partial results of rows that several decode programs share, and the kernel that combines them.
 
-Each leaves its partial output and the logarithm of its sum of weights. (Letting the last program to finish combine
-was tried: 6 us slower at 7 heads a group, because one program then does what 7 can.)
+A program stores its partial output and the log-sum-exp of its scores. (Letting the last program combine was 6 us
+slower at 7 heads a group, because one program then does the work of 7.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kernels.gpu.attention.decode_plan import (
 from kernels.gpu.attention.decode_tiles import LOG2_E_IN_KERNEL, LOWEST
 from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 
-COMBINE_PROGRAMS = 512  # fewer heads of all rows than this are combined in pieces of 32 dimensions
-COMBINED_AT_ONCE = 128  # partial results of such a piece, at most
+COMBINE_PROGRAMS = 512  # with fewer heads in all rows, a program combines 32 dimensions
+COMBINED_AT_ONCE = 128  # partial results at a time, where a program combines 32 dimensions
 
 
 class DecodeWorkspace:
@@ -36,8 +36,8 @@ class DecodeWorkspace:
         self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, queries: int = 1,
         programs: int | None = None,
     ) -> None:  # fmt: skip
-        """queries: the most of a row that a program attends for together. programs: the most of a KV head; None: what
-        `decode_config` says.
+        """queries: the most of a row that share a program. programs: the most for a KV head; None: as many as
+        `decode_config` may choose.
         """
         if programs is None:
             group = num_heads // num_kv_heads
@@ -62,7 +62,7 @@ class DecodeWorkspace:
 def add_sinks(
     mixed, mixed_odd, total, highest, sinks_ptr, kv_head, has_first_key, GROUP: tl.constexpr
 ):  # fmt: skip
-    """The running softmax with a score that has no value, of the program that has the row's first key."""
+    """Add the sink, a score without a value, to the running softmax of the program that has the row's first key."""
     members = tl.arange(0, mixed.shape[0])
     sink = tl.load(sinks_ptr + kv_head * GROUP + members, mask=members < GROUP, other=0.0).to(tl.float32)
     sink = tl.where(has_first_key, sink * LOG2_E_IN_KERNEL, float("-inf"))
@@ -74,9 +74,9 @@ def add_sinks(
 
 @triton.jit
 def partial_slot(program, taken):
-    """Return the slot for a program's part of a row, of which programs before it have `taken` tiles.
+    """Return the slot for a program's part of a row. taken: tiles of the row that earlier programs have.
 
-    A program has two slots: its run can end one such row and begin another.
+    A program has two slots, since its run may end one shared row and begin another.
     """
     return 2 * program + tl.minimum(taken, 1)
 
@@ -88,9 +88,7 @@ def _combine_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of a row's partial results, in the order of keys: HEADS of its heads, DIMS of each. Padding gets
-    zeros.
-    """
+    """Combine a row's partial results in the order of keys: HEADS heads, DIMS dimensions. Padding gets zeros."""
     row = tl.program_id(1)
     fields_ptr = rows_ptr + row * ROW_FIELDS
     first = tl.load(fields_ptr, cache_modifier=".cg")
@@ -127,13 +125,13 @@ def _combine_kernel(
 
 
 def combine(plan: DecodePlan, out: Tensor, workspace: DecodeWorkspace, num_kv_heads: int) -> None:
-    """Write rows that several programs read to `out` (num_rows, num_heads * head_dim), and zeros for padding."""
+    """Write the rows that programs share to `out` (num_rows, num_heads * head_dim), and zeros for padding."""
     head_dim = workspace.outputs.shape[1]
     num_rows, num_heads = out.shape[0], out.shape[1] // head_dim
     rows, group = tuned_rows(num_rows), num_heads // num_kv_heads
     is_few = rows * num_heads < COMBINE_PROGRAMS
     heads, dims = (1, min(head_dim, 32)) if is_few else (min(triton.next_power_of_2(group), 8), min(head_dim, 128))
-    # As many as an even split leaves and two more, since a run need not begin with a row.
+    # The parts of an even split, and two more, since a run may begin within a row.
     usual = triton.next_power_of_2(plan.num_programs // usual_groups(rows, plan.queries) + 2)
     overlaps = overlaps_launches(out)
     _combine_kernel[(triton.cdiv(num_heads, heads), num_rows, head_dim // dims)](

@@ -1,13 +1,13 @@
 """Decode attention over the paged KV pool on a GPU: one query per sequence, split over the sequence's keys.
 
 For each head:  out = softmax(q K^T / sqrt(head_dim)) V  over the sequence's first `length` keys, or with a window
-over the last of these; with a sink, one score without a value beside them.
+over the last of these. A sink adds one score without a value.
 
 The query heads that share a KV head fill the M of `tl.dot` (padded to 16), so K and V are read once. The grid is
-(num_kv_heads, programs) and depends on nothing but the batch bucket: lengths, block tables and the plan, which says
-what each program takes (`kernels/gpu/attention/decode_plan.py`), are read on the device. A program reads the ids of
-blocks before its loop over a row's keys, or in it, at the cost of half of the loop's stages. A second kernel combines
-rows that several programs read (`kernels/gpu/attention/kv_splits.py`).
+(num_kv_heads, programs) and depends only on the batch bucket: lengths, block tables and the plan, which divides the
+keys among programs (`kernels/gpu/attention/decode_plan.py`), are read on the device. A program reads block ids before
+its loop over a row's keys, or in the loop, which then needs half of its pipeline stages for them. A second kernel
+combines rows that several programs share (`kernels/gpu/attention/kv_splits.py`).
 
 Reference: `windowed_attention` of `tests/kernels/helpers.py`.
 """
@@ -38,9 +38,11 @@ from kernels.gpu.tuning import MAX_PREFETCH_ROWS, PREFETCHED_KEYS, DecodeConfig
 
 @triton.jit
 def planned(programs_ptr, program):
-    """A program's first row, last row, tiles of the first row that others take, tiles of its own, the row's keys."""
+    """Load a program's first row, last row, tiles of the first row that earlier programs take, tiles of its run, and
+    keys of the first row.
+    """
     fields_ptr = programs_ptr + program * PROGRAM_FIELDS
-    first = tl.load(fields_ptr, cache_modifier=".cg")  # the plan is of this step: never of an older one in L1
+    first = tl.load(fields_ptr, cache_modifier=".cg")  # skips L1, which may hold the plan of an earlier step
     last = tl.load(fields_ptr + 1, cache_modifier=".cg")
     taken = tl.load(fields_ptr + 2, cache_modifier=".cg")
     left = tl.load(fields_ptr + 3, cache_modifier=".cg")
@@ -97,7 +99,7 @@ def _paged_decode_kernel(
             )  # fmt: skip
         if pool_ptr.dtype.element_ty == tl.float8e4nv:
             mixed = tl.reshape(tl.join(mixed, mixed_odd), (PADDED, HEAD_DIM))
-        # Rows without keys can lie between others.
+        # Rows without keys may lie between others.
         mixed = mixed * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         if num_mine == num_tiles:
             out_ptrs = out_ptr + row * (NUM_KV_HEADS * GROUP * HEAD_DIM)
@@ -115,7 +117,7 @@ def _paged_decode_kernel(
 
 
 def launch_constants(q: Tensor, pool: Tensor, config: DecodeConfig, queries: int = 1) -> dict[str, Any]:
-    """Constants and options that both kernels of decode attention have. queries: the most of a group."""
+    """Return the constants and options of both decode kernels. queries: the most in one group."""
     num_kv_heads, block_size, head_dim = pool.shape[3:]
     group, overlaps = q.shape[1] // num_kv_heads, overlaps_launches(q)
     is_prefetched = overlaps and usual_groups(q.shape[0], queries) <= MAX_PREFETCH_ROWS
@@ -132,7 +134,7 @@ def paged_decode(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, plan: DecodePlan,
     workspace: DecodeWorkspace, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of one query per row. Captured in a graph, it follows what block_tables and lengths then hold.
+    """Attend with one query per row. In a captured graph, block_tables and lengths may change between replays.
 
     q: (num_rows, num_heads, head_dim), heads contiguous, rows of any stride (a view of qkv will do).
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of

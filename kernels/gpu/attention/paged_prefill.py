@@ -1,8 +1,8 @@
 """Prefill attention over the paged KV pool on a GPU: chunks of queries against all keys up to them.
 
 For query i of a sequence at position p_i: softmax(q_i K[a..p_i]^T / sqrt(head_dim)) V[a..p_i], where a is 0, or with
-a window w the larger of 0 and p_i - w + 1; with a sink, one score without a value beside them. The chunk's own K and
-V are in the pool already. Rows of different lengths are packed one after the other.
+a window w the larger of 0 and p_i - w + 1. A sink adds one score without a value. The chunk's own K and V are in the
+pool already. Rows of different lengths are packed one after the other.
 
 A program takes one KV head and TILE_M consecutive rows of (token, query head of the group), so that K and V are read
 once for a whole group and a tile spans few positions: little work is lost at the diagonal. Keys before the tile's
@@ -40,9 +40,9 @@ BOX = 64  # keys that one copy of the descriptor brings
 
 
 class TileSplits(Protocol):
-    """Parts of tiles, which programs compute one each, and what adds them up.
+    """Workspace for tiles whose keys are split among programs, and the merge of their results.
 
-    outputs: float32, a part's output in its slot. log_sums: float32, the logarithms of its sums of weights.
+    outputs: float32, the output of each part in its slot. log_sums: float32, the log-sum-exp of its scores.
     """
 
     @property
@@ -58,7 +58,7 @@ class TileSplits(Protocol):
 
 @triton.jit
 def _softmax_step(scores, highest, total, scale, MAY_SEE_NOTHING: tl.constexpr):
-    """Weights of one step's scores, and the running maximum and sum with them: (weights, shrink, highest, total).
+    """Compute the weights of a step's scores and update the softmax: (weights, shrink, highest, total).
 
     MAY_SEE_NOTHING: some row's scores may all be minus infinity, in the first step too.
     """
@@ -111,7 +111,7 @@ def _attend_tile(
                 sees = sees & (tokens[None, :] > positions[:, None] - WINDOW)
                 exists = exists & (tokens >= lowest_key)
             scores = tl.where(sees, scores, float("-inf"))
-            # Memory after the last key, or in front of the window, may hold NaN, and 0 * NaN is NaN.
+            # Memory after the last key, or before the window, may hold NaN, and 0 * NaN is NaN.
             values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=exists[:, None], other=0.0).to(
                 q.dtype
             )
@@ -227,14 +227,14 @@ def paged_prefill(
     out: Tensor | None = None, config: PrefillConfig | None = None, has_boxes: bool | None = None, window: int = 0,
     sinks: Tensor | None = None, splits: TileSplits | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the tokens that `tiles` names.
+    """Attend for the tokens in `tiles`.
 
     q: (num_tokens, num_heads, head_dim), heads contiguous, tokens of any stride.
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of
         q's type or float8_e4m3fn.
     block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles` with the same tile_m.
     out: (num_tokens, num_heads * head_dim), contiguous; tokens in no tile are left as they are. Returns it.
-    has_boxes: whether to go through a descriptor; by default where that is possible.
+    has_boxes: whether to load through a tensor descriptor; None: where that is possible.
     window: keys that a query sees, itself included; 0: all. Entries of tables before it are not read. sinks:
         (num_heads,) or None.
     splits: where tiles may be split, which are then int32 (num_tiles, 7): further first key, end key and slot, 0 of

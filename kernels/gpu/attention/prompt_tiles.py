@@ -1,4 +1,4 @@
-"""The work of programs of prompts' attention, listed by the host: tiles of queries.
+"""Lists the tiles of queries that programs of prefill attention compute.
 
 Pure. A launch takes a list of tiles, longest first, so that no long one starts last.
 """
@@ -17,7 +17,7 @@ Tile = tuple[int, int, int, int]
 
 
 def choose_tile(num_tokens: int, num_heads: int, device: torch.device) -> int:
-    """The tile size for a launch of so many tokens: large ones read K and V less often, small ones fill the GPU."""
+    """Choose the tile size for a number of tokens: large tiles read K and V less often, small ones fill the GPU."""
     is_large = num_tokens * num_heads >= WAVES * num_multiprocessors(device) * LARGE_TILE
     return LARGE_TILE if is_large else SMALL_TILE
 
@@ -25,10 +25,10 @@ def choose_tile(num_tokens: int, num_heads: int, device: torch.device) -> int:
 def prefill_tiles(
     query_starts: Sequence[int], seq_lens: Sequence[int], group: int, tile_m: int = LARGE_TILE
 ) -> list[Tile]:
-    """The programs' work, longest first: (row, index of the tile's first token, its position, tokens it has).
+    """Return the tiles, longest first: (row, index of the first token, position of the first token, num tokens).
 
-    query_starts: each row's first token, and the number of tokens at the end. seq_lens: keys that each row's last
-    query sees. A row without queries has no tile. Tiles of zero tokens at position 0 do nothing: padding.
+    query_starts: the first token of each row, last the number of tokens. seq_lens: keys that each row's last query
+    sees. A row without queries has no tile. Tiles of zero tokens at position 0 are padding.
     """
     tokens_per_tile = max(tile_m // group, 1)
     tiles = []
