@@ -11,14 +11,16 @@ ExchangeKind = Literal["sum", "dispatch"]
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Experts of a layer. intermediate_size: of one. normalizes_weights: the chosen experts' shares add up to one.
-    dense_layers: those with a plain MLP instead. num_shared_experts: those that every token passes through, beside
-    the ones it chooses; gates_shared: times a sigmoid of the token. expert_rank, expert_ranks: experts are divided
-    among ranks, and this one has its part of them, whole; of shared experts it has a part of each. exchange: how
-    ranks get to each other's experts; with `dispatch` rows are divided among ranks, see
-    `engine.expert_parallel.divided_rows`, and all have the shared experts whole. slots: the expert in each slot of
-    all ranks, see `engine.expert_balancing.placement`; empty: each once, in order. The rest is the rule by which a
-    token chooses, see `engine.moe.routing`.
+    """The experts of a model's layers.
+
+    intermediate_size: of one expert. normalizes_weights: the weights of a token's experts add up to one.
+    dense_layers: layers with a plain MLP instead. num_shared_experts: experts that every token uses besides the
+    routed ones; gates_shared: their output is multiplied by a sigmoid of the token. expert_rank, expert_ranks: this
+    rank has a part of the experts, each of them whole, and a shard of every shared expert. exchange: how ranks use
+    each other's experts; with `dispatch` rows are divided among ranks (`engine.expert_parallel.divided_rows`), and
+    shared experts are replicated. slots: the expert in each slot of all ranks, see
+    `engine.expert_balancing.placement`; empty: every expert once, in order. The other fields are the routing rule,
+    see `engine.moe.routing`.
     """
 
     num_experts: int
@@ -35,7 +37,7 @@ class MoeConfig:
     group_top: int = 1
     weight_factor: float = 1.0
     float32_router: bool = False
-    swiglu_alpha: float = 1.0  # these two of experts with a clamped activation, see `engine.moe.stacked_moe`
+    swiglu_alpha: float = 1.0  # both of experts with a clamped activation, see `engine.moe.stacked_moe`
     swiglu_limit: float = 0.0
     expert_rank: int = 0
     expert_ranks: int = 1
@@ -44,12 +46,12 @@ class MoeConfig:
 
     @property
     def num_slots(self) -> int:
-        """Experts of all ranks, replicas counted."""
+        """Number of slots of all ranks: experts, with their replicas."""
         return len(self.slots) or self.num_experts
 
     @property
     def held_slots(self) -> range:
-        """Slots of this rank."""
+        """The slots of this rank."""
         count = self.num_slots // self.expert_ranks
         return range(self.expert_rank * count, (self.expert_rank + 1) * count)
 
@@ -58,12 +60,12 @@ class MoeConfig:
 
     @property
     def shared_size(self) -> int:
-        """Intermediate size of all shared experts as one, as far as this rank has them."""
+        """Intermediate size of this rank's part of the shared experts, taken as one."""
         size = self.num_shared_experts * self.intermediate_size
         return size // self.expert_ranks if self.exchange == "sum" else size
 
     def shard(self, size: int, expert_rank: int | None, exchange: ExchangeKind) -> MoeConfig:
-        """A rank's part of each expert, or with expert_rank its whole experts."""
+        """Return a rank's config: a shard of every expert, or with expert_rank some whole experts."""
         if expert_rank is None:
             return replace(self, intermediate_size=self.intermediate_size // size)
         return replace(self, expert_rank=expert_rank, expert_ranks=size, exchange=exchange)

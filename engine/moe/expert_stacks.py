@@ -19,7 +19,7 @@ from kernels.quantization.w4a16_gemm import pack_words, unpack_words
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Weight and scales of a layer, or of all experts, (num_experts, ...), see `kernels/gpu/moe/expert_formats.py`.
+    """Weight and scales of a layer, or of all experts (num_experts, ...): see `kernels/gpu/moe/expert_formats.py`.
 
     bias: (out,) or (num_experts, out), or None.
     """
@@ -34,16 +34,17 @@ class Stack:
 
     @property
     def multiplies_e4m3(self) -> bool:
-        """Whether tensor cores may take it as it is stored, beside an x of the same type."""
+        """Whether tensor cores can multiply it as it is stored by an e4m3 x."""
         return self.weight.dtype == FP8_DTYPE and self.scales is not None and self.scales.dim() == 2
 
 
 class StackedExperts:
-    """Weights of a block's experts, one after the other; the experts' own become views of them.
+    """The stacked weights of a block's experts; the experts' own weights become views of them.
 
-    gate_up: of (2 inner, hidden) each. down: of (hidden, inner). Shared experts stand after the others, and the
-    block then has none: as many of the same size, that every token chooses. router: in the model's type, from which
-    `Moe` may have made it float32; the shared experts' gate is its last row. gate: see `grouped_gemm`.
+    gate_up: (2 inner, hidden) for each expert. down: (hidden, inner) for each. Shared experts follow the routed ones,
+    as experts of the same size that every token chooses, and the block then has none. router: in the model's type,
+    although `Moe` may have converted it to float32; the gate of shared experts is its last row. gate: see
+    `grouped_gemm`.
     """
 
     def __init__(self, block: Moe) -> None:
@@ -70,19 +71,19 @@ class StackedExperts:
 
 
 def prepare(block: Moe) -> None:
-    """Stack the experts' weights, once: runners that measure memory and that serve share them."""
+    """Stack the experts' weights once; the runners that measure memory and that serve share them."""
     if block.stacked is None:
         block.stacked = StackedExperts(block)
 
 
 def stacked_of(block: Moe) -> StackedExperts:
-    """The experts of a block that is prepared."""
+    """Return the stacked experts of a prepared block."""
     assert isinstance(block.stacked, StackedExperts), "`prepare` comes before ops"
     return block.stacked
 
 
 def stackable(layer: Linear, piece: int | None = None) -> Linear:
-    """The layer, or in int8 where grouped kernels do not take its groups. piece: columns, of each of its pieces."""
+    """Return the layer, converted to int8 if grouped kernels do not support its groups. piece: columns of a piece."""
     if layer.order is not None or layer.dense is not None:
         raise UnsupportedModelError("experts on a GPU are plain or quantized linear layers")
     if layer.scales is None or not layer.group_size:
@@ -98,12 +99,12 @@ def stackable(layer: Linear, piece: int | None = None) -> Linear:
 
 
 def stack_of(layer: Linear) -> Stack:
-    """One layer's."""
+    """Return the stack of one layer."""
     return Stack(layer.weight, layer.scales, layer.bias)
 
 
 def gate_up_pieces(layer: Stack, count: int) -> list[Stack]:
-    """Cut gate_up into that of `count` experts, whose outputs add up to that of all as one. Without a bias."""
+    """Cut gate_up, which has no bias, into `count` experts that together compute the same."""
 
     def pieces(rows: Tensor) -> list[Tensor]:
         gate, up = rows.view(2, count, -1, *rows.shape[1:])
@@ -114,7 +115,7 @@ def gate_up_pieces(layer: Stack, count: int) -> list[Stack]:
 
 
 def down_pieces(layer: Stack, count: int) -> list[Stack]:
-    """Cut down into that of `count` experts, see `gate_up_pieces`."""
+    """Cut down into `count` experts, see `gate_up_pieces`."""
     weight, scales = layer.weight, layer.scales
     is_packed = weight.dtype == WORDS
     columns = unpack_words(weight) if is_packed else weight

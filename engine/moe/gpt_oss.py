@@ -1,4 +1,4 @@
-"""gpt-oss: every other layer has a window, every head a sink; experts with biases and a clamped activation."""
+"""gpt-oss: a window in every other layer, sinks, and experts with biases and a clamped activation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 
 
 class AttentionWithSinks(Attention):
-    """Attention whose softmax has one score more a head, which takes weight from all keys."""
+    """Attention with a sink for each head: one more score in the softmax, without a value."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str, layer: int) -> None:
         super().__init__(config, weights, name, norm, layer)

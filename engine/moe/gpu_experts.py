@@ -44,7 +44,7 @@ Choose = Callable[[Tensor, GpuStep | None], tuple[Tensor, Tensor]]  # without a 
 
 
 def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
-    """Logits of a normed x. plain_router: the router's GEMM in x's type."""
+    """Return the function from normed x to logits. plain_router: the router's GEMM in x's type."""
     if not block.rule.float32_router:
         return plain_router
 
@@ -57,7 +57,7 @@ def router_of(block: Moe, experts: StackedExperts, plain_router: Gemm) -> Gemm:
 
 
 def chooser(block: Moe, num_shared: int, held: range | None = None) -> Choose:
-    """Shares and slots, shared experts among them, of each token by its logits. held: see `route`; this rank's."""
+    """Return the function from logits to shares and slots, with shared experts. held: this rank's, see `route`."""
     rule = block.rule
     held = held or rule.held_slots
     if block.slots is not None or block.loads is not None:
@@ -101,7 +101,7 @@ def _chooser_of_all(block: Moe, num_shared: int, held: range) -> Choose:
 def moe(
     block: Moe, experts: StackedExperts, plain_router: Gemm, is_summed: bool = False
 ) -> Callable[[Tensor, GpuStep], Tensor | Partials]:  # fmt: skip
-    """The block's output as partial sums, one for each of a token's experts, or their sum.
+    """Compute the block's output as partial sums, one for each of a token's experts, or as their sum.
 
     Partial sums need all experts to be this rank's.
     """
@@ -118,9 +118,9 @@ def moe(
 def outputs(
     experts: StackedExperts, x: Tensor, shares: Tensor, chosen: Tensor, listed: SortedPairs | None = None
 ) -> Tensor:
-    """Partial sums (choices, num_tokens, hidden) of each token's choices, see `grouped_gemm`.
+    """Return partial sums (choices, num_tokens, hidden), one for each of a token's experts, see `grouped_gemm`.
 
-    listed: pairs by expert, if they are known and there are many.
+    listed: the pairs by expert, if there are many and they are listed already.
     """
     gate_up, down, gate = experts.gate_up, experts.down, experts.gate
     num_experts, top_k, num_pairs = gate_up.weight.shape[0], chosen.shape[1], chosen.numel()
@@ -133,7 +133,7 @@ def outputs(
         return grouped_gemv(
             inside, down.weight, chosen, down_pairs, top_k, shares, scales=down.scales, bias=down.bias
         )  # fmt: skip
-    # Of the power of two that holds the tokens: all variants of kernels are in the warm-up's steps.
+    # Rounded up to a power of two, so that the warm-up runs all variants of kernels.
     load = next_power_of_2(chosen.shape[0]) * top_k / num_experts
     pairs: SortedPairs | Tensor = chosen
     if is_listed(chosen.shape[0]) or takes_packed(x, gate_up.weight, gate_up.scales):
@@ -150,7 +150,7 @@ def _gemm(
     weights: Stack, x: Tensor, pairs: SortedPairs | Tensor, load: float, top_k: int, shares: Tensor | None = None,
     gate: tuple[float, float] = SILU,
 ) -> Tensor:  # fmt: skip
-    """gate_up, or down with shares, by the fastest kernel for so many pairs of an expert, in the mean."""
+    """Compute gate_up, or with shares down, by the fastest kernel for the mean number of pairs per expert."""
     weight, scales, bias, is_gate_up = weights.weight, weights.scales, weights.bias, shares is None
     if scales is not None and isinstance(pairs, SortedPairs) and takes_packed(x, weight, scales):
         tile = tile_of(weight, scales, is_gate_up, load)
@@ -165,7 +165,7 @@ def _quantized_outputs(
     experts: StackedExperts, x: Tensor, shares: Tensor, pairs: SortedPairs, top_k: int, gate_up_tile: TileConfig,
     down_tile: TileConfig,
 ) -> Tensor:  # fmt: skip
-    """As `outputs`, with inputs of both GEMMs quantized to e4m3, a scale a row, as those of linear layers are."""
+    """Return `outputs` with the inputs of both GEMMs quantized to e4m3 by rows, as for linear layers."""
     gate_up, down = experts.gate_up, experts.down
     values, scales = quantize_rows(x, FP8_DTYPE)
     inside = grouped_gemm(
@@ -179,7 +179,7 @@ def _quantized_outputs(
 
 
 def is_listed(num_tokens: int) -> bool:
-    """Whether there are so many tokens that their pairs are listed by expert, whatever the weights are."""
+    """Whether there are so many tokens that pairs are listed by expert for any format of weights."""
     return num_tokens > MAX_UNSORTED
 
 
@@ -188,7 +188,7 @@ def setting_of(table: Table[GemvConfig], weights: Stack) -> GemvConfig:
 
 
 def moe_of_row(block: Moe, experts: StackedExperts, logits_of: Gemm) -> Callable[[Tensor, GpuStep], None]:
-    """Adds the block's output to a residual (1, hidden). logits_of: the router, given the residual, not normed."""
+    """Add the block's output to a residual (1, hidden). logits_of: the router, which norms the residual itself."""
     gate_up, down = experts.gate_up, experts.down
     top_k, choose = block.num_chosen + experts.num_shared, chooser(block, experts.num_shared)
     row, down_row = setting_of(GATE_UP_ROW, gate_up), setting_of(DOWN_ROW, down)

@@ -1,6 +1,6 @@
 """Blocks of experts on a GPU: one decode row, and any number of rows (`engine/gpu/ops`).
 
-Experts may be of any format: their kernels take inputs as they are.
+Experts may have any format, since their kernels take inputs in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def experts_of_row(block: Moe, target: Target) -> GpuOp:
 
 
 def experts(block: Moe, target: Target) -> GpuOp:
-    """Leaves partial sums; of a rank among several, their sum."""
+    """Lower a block of experts. Its output is partial sums, or on a rank of several their sum."""
     stacked = stacked_of(block)
     router = gemm(Linear(stacked.router, block.router_bias), target.num_rows, target.workspace)
     is_summed = not target.seams.is_alone

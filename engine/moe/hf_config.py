@@ -11,8 +11,8 @@ from engine.moe.config import MoeConfig
 
 
 def moe_from_hf(raw: Mapping[str, Any], intermediate_size: str) -> MoeConfig:
-    """The fields that all families with experts have. intermediate_size: what the family calls that of an expert."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")  # as files and newer transformers write it
+    """Read the fields that all MoE families have. intermediate_size: the family's name of an expert's."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
     count = next((name for name in names if name in raw), names[0])
     moe = MoeConfig(positive(raw, count), positive(raw, "num_experts_per_tok"), positive(raw, intermediate_size))
     if moe.num_experts_per_token > moe.num_experts:

@@ -1,8 +1,8 @@
 """Mixture of experts: y = sum over the chosen experts e of p_e MLP_e(x), and those of shared experts. Plain torch.
 
-Which are chosen, and p, is `engine/moe/routing.py`'s.
-Each expert computes the tokens that chose it. Which those are is read on the host, so this is no block for a CUDA
-graph; and a token's result does not depend on the tokens beside it.
+`engine/moe/routing.py` chooses the experts and their weights p.
+Each expert computes the tokens that chose it. The host reads which tokens these are, so a CUDA graph cannot capture
+the block. A token's result does not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Expert:
 
 
 class Moe(Block):
-    """Router and experts. projections: what the checkpoint calls an expert's gate, up and down.
+    """Router and experts. projections: the checkpoint's names for an expert's gate, up and down.
 
-    experts: those of this rank, by slot, which is the expert's index unless a placement says otherwise. router:
-    (num_experts, hidden); never quantized, it is small and every choice hangs on it. router_bias: (num_experts,) or
-    None. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None. shared_gate: (1,
-    hidden), whose sigmoid is a factor on what they give, or None. stacked: the experts in another device's form, once
-    they have it.
+    experts: those of this rank, by slot, which is the expert's index unless there is a placement. router:
+    (num_experts, hidden); never quantized, since it is small and all choices depend on it. router_bias:
+    (num_experts,) or None. choice_bias: float32 (num_experts,) or None. shared: all shared experts as one, or None.
+    shared_gate: (1, hidden) or None; its sigmoid is multiplied by the output of the shared experts. stacked: the
+    experts in the layout of another device, once they are converted.
     """
 
     gpu_ops = "engine.moe.gpu_ops"
@@ -66,8 +66,8 @@ class Moe(Block):
     shared: Expert | None = None
     shared_gate: Tensor | None = None
     stacked: Any = None
-    slots: ExpertSlots | None = None  # of a layer with a placement
-    loads: Tensor | None = None  # int64 (num_experts,), tokens that chose each so far, where they are counted
+    slots: ExpertSlots | None = None  # for a layer with a placement
+    loads: Tensor | None = None  # int64 (num_experts,), counts the tokens of each expert, if they are counted
 
     def __init__(
         self, config: ModelConfig, weights: WeightSource, name: str, norm: str,
@@ -79,7 +79,7 @@ class Moe(Block):
         self.norm = weights.take(f"{norm}.weight", (config.hidden_size,))
         self.router = weights.take(f"{name}.gate.weight", (moe.num_experts, config.hidden_size))
         if moe.float32_router and self.router.device.type != "meta":
-            # On a CPU float64: float32's GEMMs add up a row in an order that follows the number of rows.
+            # float64 on a CPU: GEMMs in float32 sum up a row in an order that depends on the number of rows.
             self.router = self.router.double() if self.router.device.type == "cpu" else self.router.float()
         if moe.has_choice_bias:
             self.choice_bias = weights.take(f"{name}.gate.{CHOICE_BIAS}", (moe.num_experts,))
@@ -93,7 +93,7 @@ class Moe(Block):
             linears = take_gated(
                 weights, names, config.hidden_size, moe.intermediate_size, is_divided=moe.expert_ranks == 1
             )  # fmt: skip
-            for slot in moe.held_slots:  # other experts are read, too: all ranks ask for the same weights
+            for slot in moe.held_slots:  # reads the other experts, too: all ranks must take the same weights
                 if moe.expert_of(slot) == index:
                     self.experts[slot] = Expert(*linears)
         if moe.slots:
@@ -117,7 +117,7 @@ class Moe(Block):
         return out.to(x.dtype)
 
     def add_shared_output_(self, out: Tensor, x: Tensor) -> None:
-        """Add what the shared experts make of x, if there are any, to out (num_tokens, hidden)."""
+        """Add the output of the shared experts for x, if there are any, to out (num_tokens, hidden)."""
         if self.shared is None:
             return
         shared = self.shared(x)
@@ -126,10 +126,10 @@ class Moe(Block):
         out += shared
 
     def chosen_output(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """Sums over this rank's experts among the chosen, float32 (num_tokens, hidden).
+        """Sum up the outputs of the chosen experts that this rank has, float32 (num_tokens, hidden).
 
-        shares: float32, chosen: int64, (num_tokens, any number) each; choices of other ranks' experts, or -1, are
-        left out.
+        shares: float32, the experts' weights; chosen: int64; (num_tokens, any number) each. Experts of other ranks,
+        and -1, are left out.
         """
         if x.dtype == torch.bfloat16 and (at_once := self._together) is not None:
             of_few = at_once(x, shares, chosen)
@@ -151,7 +151,7 @@ class Moe(Block):
 
     @cached_property
     def _together(self) -> Together | None:
-        """One function of all experts for few tokens, where their GEMM's class has one: its results are the same."""
+        """Return a function that computes few tokens by all experts, if their GEMM has one, with equal results."""
         linears = {index: (expert.gate_up, expert.down) for index, expert in self.experts.items()}
         kinds = {type(layer.gemm) for pair in linears.values() for layer in pair}
         make: Callable[..., Together | None] | None = (
@@ -164,14 +164,14 @@ class Moe(Block):
         return self.loads is not None
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares, float32, and slots of each token's experts: (num_tokens, num_chosen) each."""
+        """Return the weights, float32, and slots of each token's experts: (num_tokens, num_chosen) each."""
         shares, chosen = choose_experts(self.router_logits(x), self.rule, self.choice_bias)
         if self.loads is not None:
             self.loads += torch.bincount(chosen.flatten(), minlength=self.loads.shape[0])
         return shares, chosen if self.slots is None else self.slots.choose(chosen)
 
     def router_logits(self, x: Tensor) -> Tensor:
-        """(num_tokens, num_experts)."""
+        """Compute the router's logits (num_tokens, num_experts)."""
         logits = two_rows_at_least(Linear(self.router, self.router_bias), x.to(self.router.dtype))
         return logits.float() if logits.dtype == torch.float64 else logits
 
@@ -185,7 +185,7 @@ class Moe(Block):
 
     def copy(self) -> Self:
         block = super().copy()
-        block.__dict__.pop("_together", None)  # of layers that may be replaced
+        block.__dict__.pop("_together", None)  # for layers that may be replaced
         block.experts = {index: copy.copy(expert) for index, expert in self.experts.items()}
         block.shared = copy.copy(self.shared)
         return block

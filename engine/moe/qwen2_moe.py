@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, and beside the chosen experts a shared one behind a sigmoid gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, and besides the chosen experts a shared one with a sigmoid gate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.moe.moe import Moe
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """The shared expert counts as several of the others' size. Raises UnsupportedModelError where it is none."""
+    """Count the shared expert as several of the others' size. Raises UnsupportedModelError for other sizes."""
     moe, size = experts_of(config, raw), positive(raw, "shared_expert_intermediate_size")
     if size % moe.intermediate_size:
         raise UnsupportedModelError(
@@ -31,7 +31,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def experts_of(config: ModelConfig, raw: Mapping[str, Any]) -> MoeConfig:
-    """Every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
+    """Every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`."""
     step = int(raw.get("decoder_sparse_step", 1))
     dense = {int(layer) for layer in raw.get("mlp_only_layers") or ()}
     dense |= {layer for layer in range(config.num_layers) if (layer + 1) % step}
@@ -43,7 +43,7 @@ def experts_of(config: ModelConfig, raw: Mapping[str, Any]) -> MoeConfig:
 
 
 def _with_window(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """Where `layer_types` do not say so, every other layer below `max_window_layers` has the window, if any has."""
+    """Without `layer_types`, every other layer below `max_window_layers` has the window, if there is one."""
     if config.sliding_window is None or not raw.get("use_sliding_window", False):
         return replace(config, sliding_window=None, full_layers=())
     if raw.get("layer_types"):

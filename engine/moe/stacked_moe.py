@@ -1,9 +1,9 @@
-"""Mixture of experts as gpt-oss has it: weights of all experts in one tensor, biases, a clamped activation.
+"""gpt-oss' mixture of experts: the weights of all experts in one tensor, biases, a clamped activation.
 
     expert   g, u = W_gate_up x + b;  y = W_down ((u' + 1) g' sigmoid(alpha g')) + c
              g' = min(g, limit), u' = clamp(u, -limit, limit)
 
-Shares are the softmax over the chosen experts' scores: that over all, normalized to a sum of one among the chosen.
+The weights are a softmax over the chosen experts' scores, which equals the softmax over all, normalized to one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.moe.moe import Expert, Moe
 
 @dataclass(slots=True)
 class ClampedExpert(Expert):
-    """See the module."""
+    """One expert, see above."""
 
     alpha: float
     limit: float
@@ -32,7 +32,7 @@ class ClampedExpert(Expert):
 
 
 class StackedMoe(Moe):
-    """Router with a bias, and experts that are cut out of stacked weights, whose names their layers have."""
+    """Router with a bias, and experts that are cut out of the checkpoint's stacked weights."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str) -> None:
         moe = config.moe
@@ -68,12 +68,12 @@ class StackedMoe(Moe):
 
 
 def _one(stacked: Tensor, expert: int) -> Tensor:
-    """One expert's. Without storage nothing is computed, see `joined`."""
+    """Cut out one expert's weight. Tensors without storage are not computed, see `joined`."""
     return torch.empty(stacked.shape[1:], dtype=stacked.dtype, device="meta") if stacked.is_meta else stacked[expert]
 
 
 def _halves(stacked: Tensor, expert: int, dim: int) -> Tensor:
-    """One expert's, with gate and up, which take turns in dimension `dim`, one after the other."""
+    """Cut out one expert's gate and up, which alternate in dimension `dim`, and put one after the other."""
     weight = _one(stacked, expert)
     if weight.is_meta:
         return weight
@@ -82,7 +82,7 @@ def _halves(stacked: Tensor, expert: int, dim: int) -> Tensor:
 
 
 def _rows_of(weight: Tensor) -> Tensor:
-    """(in, out) -> (out, in), in memory of its own, so that the stacked weight can go."""
+    """Copy (in, out) to (out, in), so that the stacked weight can be freed."""
     if weight.is_meta:
         return torch.empty(weight.shape[::-1], dtype=weight.dtype, device="meta")
     return weight.t().clone(memory_format=torch.contiguous_format)
