@@ -13,7 +13,6 @@ reader with another shard finds the heads that it wants (`kvstore/handle/head_sp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -125,20 +124,6 @@ class Shard:
 
 
 WHOLE = Shard()
-
-
-def are_all_shards(shards: Sequence[Shard], layout: KvLayout) -> bool:
-    """Whether these are the pools of one worker: of stages with each layer once, in any order, all ranks in order."""
-    stages: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for shard in shards:
-        stages.setdefault(shard.layers or (0, layout.num_layers), []).append((shard.rank, shard.size))
-    size = len(shards) // len(stages)
-    starts, stops = zip(*sorted(stages), strict=True)
-    return (
-        all(ranks == [(rank, size) for rank in range(size)] for ranks in stages.values())
-        and starts == (0, *stops[:-1])
-        and stops[-1] == layout.num_layers
-    )
 
 
 @dataclass(frozen=True)  # without slots: what pulls ask for again and again is computed once

@@ -4,32 +4,36 @@
     between: worker front, router and journal carry the handle unread; a lease is ended by its id and epoch
     reader:  open_handle(handle) -> PeerLease, checked
 
-A shard is msgpack: [format, geometry, [kv address, needs staging, {transport: its address}], block ids, digests], ids
-and digests as little-endian integers. What a transport's address says, only that transport knows.
+A shard is msgpack, see `_WrittenShard`. What a transport's address says, only that transport knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, cast
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from common.errors import HandshakeError, TransferError
-from kvstore.handle.pool_info import MAX_TEXT, PoolInfo, from_fields, geometry_from_wire, geometry_to_wire
-from kvstore.layout import PoolGeometry, are_all_shards
+from common.errors import ConfigError, HandshakeError, TransferError
+from kvstore.layout import PoolGeometry
+from kvstore.pool.block_hash import HASH_VERSION
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 
+T = TypeVar("T")
+MAX_TEXT = 1024  # characters of a name or fingerprint
 PoolName = tuple[WorkerId, int]  # worker and rank
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Addresses = Annotated[Mapping[Text, Annotated[bytes, msgspec.Meta(max_length=1 << 16)]], msgspec.Meta(max_length=64)]
-FORMAT = 4
+FORMAT = f"5.{HASH_VERSION}"  # of a shard, and of the keys of its blocks
 MAX_SHARDS = 256
 MAX_HANDLE_BLOCKS = 1 << 20
 MAX_SHARD_BYTES = 16 << 20  # 12 a block, and room for the rest
+MAX_GROUPS = 16
+MAX_BLOCKS = 1 << 26
+MAX_POOL_BYTES = 1 << 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,25 @@ class ShardAddress:
     kv_address: Text = ""  # host:port of the KvTransfer service
     needs_staging: bool = False  # the blocks lie in GPU memory: of host memory, rows that the owner names hold them
     transports: Addresses = field(default_factory=dict)  # by the name of each transport that is offered
+
+
+class _WrittenShard(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A shard on its way; ids and digests are little-endian integers of 4 and 8 bytes."""
+
+    format: str
+    geometry: PoolGeometry
+    address: ShardAddress
+    block_ids: bytes
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """One life (`epoch`) of one rank's pool, or of the staging area in front of it, as a socket describes it."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    geometry: PoolGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +162,7 @@ def pack_shard(
     geometry: PoolGeometry, address: ShardAddress, block_ids: Sequence[BlockId], digests: Sequence[int]
 ) -> bytes:
     ids, sums = np.array(block_ids, "<u4").tobytes(), np.array(digests, "<u8").tobytes()
-    where = [address.kv_address, address.needs_staging, address.transports]
-    return msgspec.msgpack.encode([FORMAT, geometry_to_wire(geometry), where, ids, sums])
+    return msgspec.msgpack.encode(_WrittenShard(FORMAT, geometry, address, ids, sums))
 
 
 def open_handle(handle: KvHandle) -> PeerLease:
@@ -151,14 +173,8 @@ def open_handle(handle: KvHandle) -> PeerLease:
     if not handle.lease_id or not 1 <= len(handle.shards) <= MAX_SHARDS:
         raise TransferError("malformed KV handle")
     shards = tuple(_unpack_shard(handle, data, rank) for rank, data in enumerate(handle.shards))
-    first = shards[0].geometry
-    if not are_all_shards([shard.geometry.shard for shard in shards], first.layout):
-        raise TransferError("a KV handle whose shards are not all those of one worker")
-    for shard in shards:
-        if not shard.geometry.has_blocks_of(replace(first, shard=shard.geometry.shard)):
-            raise TransferError("a KV handle whose shards are not all those of one worker")
-        if len(shard.block_ids) != len(shards[0].block_ids):
-            raise TransferError("a KV handle whose shards hold different numbers of blocks")
+    if any(len(shard.block_ids) != len(shards[0].block_ids) for shard in shards):
+        raise TransferError("a KV handle whose shards hold different numbers of blocks")
     return PeerLease(
         handle.lease_id, handle.worker_id, handle.epoch, handle.num_tokens, handle.lease_seconds, shards
     )  # fmt: skip
@@ -169,25 +185,52 @@ def _unpack_shard(handle: KvHandle, data: bytes, rank: int) -> PeerShard:
     if len(data) > MAX_SHARD_BYTES:
         raise TransferError("a KV handle of impossible size")
     try:
-        value: Any = msgspec.msgpack.decode(data)
-        match value:
-            case [int() as number, *_] if number != FORMAT:
-                raise HandshakeError(f"a KV handle of format {number}, not {FORMAT}: run the same version everywhere")
-            case [int(), geometry, where, bytes() as ids, bytes() as digests] if (
-                2 * len(ids) == len(digests) and len(ids) % 4 == 0 and len(ids) // 4 <= MAX_HANDLE_BLOCKS
-            ):
-                address = from_fields(ShardAddress, where)
-            case _:
-                raise TransferError("malformed KV handle")
+        value = msgspec.msgpack.decode(data)
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         raise TransferError("malformed KV handle") from error
+    match value:
+        case [number, *_] if number != FORMAT:
+            raise HandshakeError(f"a KV handle of format {number}, not {FORMAT}: run the same version everywhere")
+    shard = from_wire(_WrittenShard, value, "KV handle")
+    ids, digests = shard.block_ids, shard.digests
+    if 2 * len(ids) != len(digests) or len(ids) % 4 or len(ids) // 4 > MAX_HANDLE_BLOCKS:
+        raise TransferError("malformed KV handle")
     return PeerShard(
         handle.lease_id,
         handle.worker_id,
         handle.epoch,
-        geometry_from_wire(geometry),
-        address,
+        shard.geometry,
+        shard.address,
         cast("tuple[BlockId, ...]", tuple(np.frombuffer(ids, "<u4").tolist())),
         tuple(np.frombuffer(digests, "<u8").tolist()),
         rank,
     )
+
+
+def from_wire(kind: type[T], value: Any, what: str) -> T:
+    """Convert the lists and maps that msgpack carried to a value with a `geometry`, within bounds.
+
+    Raises TransferError for another value, HandshakeError for KV that this worker does not know.
+    """
+    try:
+        found: Any = msgspec.convert(value, kind, builtin_types=(bytes,))
+    except ValueError as error:
+        raise TransferError(f"malformed {what}") from error
+    except ConfigError as error:
+        raise HandshakeError(f"the peer describes KV that this worker does not know: {error}") from error
+    geometry: PoolGeometry = found.geometry
+    groups = geometry.layout.groups
+    names = [geometry.fingerprint, *(group.name for group in groups)]
+    if not 1 <= geometry.num_blocks <= MAX_BLOCKS or len(groups) > MAX_GROUPS or max(map(len, names)) > MAX_TEXT:
+        raise HandshakeError("the peer's description of its KV pool is out of bounds")
+    if geometry.pool_bytes > MAX_POOL_BYTES:
+        raise HandshakeError("the peer's KV pool is larger than any machine's memory")
+    return cast("T", found)
+
+
+def rows_at(rows: Sequence[BlockId], positions: Sequence[int], num_rows: int) -> list[BlockId]:
+    """Select the lease's rows at `positions`. Raises TransferError when one lies outside a pool of `num_rows`."""
+    chosen = [rows[position] for position in positions]
+    if chosen and not 0 <= min(chosen) <= max(chosen) < num_rows:
+        raise TransferError("the KV handle names a block outside the peer's pool")
+    return chosen

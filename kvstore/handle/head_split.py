@@ -7,6 +7,7 @@ in two dimensions, with a pitch on either side, of the rows of consecutive layer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,6 +22,25 @@ class ShardPart:
 
     rank: int
     copy: HeadCopy | None
+
+
+def are_of_one_worker(geometries: Sequence[PoolGeometry]) -> bool:
+    """Whether these pools are alike, and of stages with each layer once, in any order, with all ranks in order."""
+    first = geometries[0]
+    num_layers = first.layout.num_layers
+    stages: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for geometry in geometries:
+        shard = geometry.shard
+        if not geometry.has_blocks_of(replace(first, shard=shard)):
+            return False
+        stages.setdefault(shard.layers or (0, num_layers), []).append((shard.rank, shard.size))
+    size = len(geometries) // len(stages)
+    starts, stops = zip(*sorted(stages), strict=True)
+    return (
+        all(ranks == [(rank, size) for rank in range(size)] for ranks in stages.values())
+        and starts == (0, *stops[:-1])
+        and stops[-1] == num_layers
+    )
 
 
 @lru_cache(maxsize=64)

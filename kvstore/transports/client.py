@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from common.errors import HandshakeError, TransferError, UnavailableError
 from common.wings import has_wing
 from kvstore.handle.handle import PeerLease
-from kvstore.handle.pool_info import check_compatible
 from kvstore.layout import PoolGeometry
 from kvstore.transports.transport import BlockPull, Reader, SourcePart
-from kvstore.types import BlockId
+from kvstore.types import BlockId, WorkerId
 
 DEFAULT_DEADLINE_SECONDS = 30.0
 
@@ -101,3 +100,19 @@ class KvClient:
         """
         name, reader = self.in_common(pull)[0]
         return name, reader.pull(pull)
+
+
+def check_compatible(mine: PoolGeometry, theirs: PoolGeometry, worker_id: WorkerId) -> None:
+    """Raise HandshakeError that names all that differs, and what to do about it. Shards may differ."""
+    pairs = [
+        ("model", mine.fingerprint, theirs.fingerprint),
+        ("KV dtype", mine.dtype, theirs.dtype),
+        ("block size", mine.block_size, theirs.block_size),
+        ("KV layout", mine.layout, theirs.layout),
+    ]
+    differing = [f"{name}: {a} here, {b} there" for name, a, b in pairs if a != b]
+    if differing:
+        raise HandshakeError(
+            f"worker {worker_id} holds other KV ({'; '.join(differing)}): start all workers with the same "
+            "--model, --dtype, --quant-mode, --kv-cache-dtype, --block-size and version"
+        )

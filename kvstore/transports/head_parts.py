@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.errors import TransferError
 from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard
-from kvstore.handle.head_split import split_blocks
+from kvstore.handle.head_split import are_of_one_worker, split_blocks
 from kvstore.layout import PoolGeometry
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.transport import BlockPull, Blocks, ReadBlocks, SourcePart
@@ -22,7 +23,9 @@ SCRATCH_BYTES = 8 << 20
 
 
 def head_parts(mine: PoolGeometry, shards: Sequence[PeerShard]) -> list[SourcePart]:
-    """What to read of which shard. Raises HandshakeError, see `split_blocks`."""
+    """What to read of which shard. Raises HandshakeError, see `split_blocks`, TransferError if shards are missing."""
+    if not are_of_one_worker([shard.geometry for shard in shards]):
+        raise TransferError("a KV handle whose shards are not all those of one worker")
     split = split_blocks(mine, tuple(shard.geometry.shard for shard in shards))
     return [
         SourcePart(shards[part.rank]) if part.copy is None else HeadPart(shards[part.rank], part.copy)

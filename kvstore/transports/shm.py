@@ -18,11 +18,9 @@ import numpy as np
 from common.errors import TransferError
 from common.wings import from_wing
 from kvstore.handle.copies import merged_runs
-from kvstore.handle.handle import PeerShard, PoolName
-from kvstore.handle.pool_info import PoolInfo, rows_at
-from kvstore.transports.descriptor_server import fetch_pool
+from kvstore.handle.handle import PeerShard, PoolInfo, PoolName, rows_at
 from kvstore.transports.kv_transfer import LeaseClient
-from kvstore.transports.shared_memory import blocks_over, map_fd
+from kvstore.transports.shared_memory import blocks_over, fetch_pool, map_fd
 from kvstore.transports.transport import BlockPull, Blocks, LocalPool, Reader, Transport, pull_parts
 from kvstore.types import BlockId, Epoch
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import TransferError
-from kvstore.handle.handle import PeerShard
-from kvstore.handle.pool_info import rows_at
+from kvstore.handle.handle import PeerShard, rows_at
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.types import BlockId
 from protos import kvstore_pb2

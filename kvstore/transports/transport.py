@@ -21,12 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.handle.copies import HeadCopy
-from kvstore.handle.handle import PeerShard
-from kvstore.handle.pool_info import PoolInfo
+from kvstore.handle.handle import PeerShard, PoolInfo
 from kvstore.pool.digest import digest_rows
-from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.kv_transfer import LeaseClient
-from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
+from kvstore.transports.shared_memory import DescriptorServer, blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.types import BlockId, Epoch, LeaseId
 
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]

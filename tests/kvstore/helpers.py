@@ -15,15 +15,13 @@ import numpy as np
 
 from common.net.rpc import RpcServer
 from common.wings import from_wing, has_wing
-from kvstore.handle.handle import KvHandle, PeerLease, PeerShard, ShardAddress, open_handle, pack_shard
-from kvstore.handle.pool_info import PoolInfo
+from kvstore.handle.handle import KvHandle, PeerLease, PeerShard, PoolInfo, ShardAddress, open_handle, pack_shard
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
 from kvstore.transports.client import KvClient
-from kvstore.transports.descriptor_server import DescriptorServer
 from kvstore.transports.kv_transfer import KvTransferService, LeaseClient
-from kvstore.transports.shared_memory import blocks_over, create_memfd, map_fd, reopen_read_only
+from kvstore.transports.shared_memory import DescriptorServer, blocks_over, create_memfd, map_fd, reopen_read_only
 from kvstore.transports.shm import ShmReader
 from kvstore.transports.transport import BlockPull, Blocks, Reader, SourcePart
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.kv.memory import allocate_pool
-from kvstore.handle.pool_info import PoolInfo
+from kvstore.handle.handle import PoolInfo
 from kvstore.layout import WHOLE
 from kvstore.transports.transport import LocalPool
 from worker.config import WorkerConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.gpu.pinning import pin
 from engine.kv.memory import host_buffer_over
-from kvstore.handle.pool_info import PoolInfo
+from kvstore.handle.handle import PoolInfo
 from kvstore.transports.shm import ShmReader
 from kvstore.transports.transport import LocalPool, Reader
 from kvstore.types import BlockId

@@ -15,8 +15,7 @@ import torch
 from common.errors import ConfigError
 from common.wings import from_wing, has_wing, require_wing
 from engine.kv.memory import PoolMemory, allocate_pool, pool_over
-from kvstore.handle.handle import HandleShard, HandleWriter, ShardAddress
-from kvstore.handle.pool_info import PoolInfo
+from kvstore.handle.handle import HandleShard, HandleWriter, PoolInfo, ShardAddress
 from kvstore.layout import PoolGeometry
 from kvstore.pool.digest import check_block_bytes
 from kvstore.pool.leases import new_epoch

@@ -6,8 +6,8 @@ import socket
 from collections import deque
 from pathlib import Path
 
-from kvstore.handle.pool_info import PoolInfo
-from kvstore.transports.descriptor_server import DescriptorServer, receive_pool
+from kvstore.handle.handle import PoolInfo
+from kvstore.transports.shared_memory import DescriptorServer, receive_pool
 from kvstore.transports.sockets import connect_unix, has_gone
 
 MAX_HELD = 256

@@ -21,8 +21,7 @@ from typing import Protocol
 
 from common.errors import TransferError
 from kvstore.handle.copies import HeadCopy
-from kvstore.handle.handle import PeerShard, PoolName
-from kvstore.handle.pool_info import PoolInfo, rows_at
+from kvstore.handle.handle import PeerShard, PoolInfo, PoolName, rows_at
 from kvstore.transports.cuda_ipc.held_server import fetch_held
 from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import BlockId

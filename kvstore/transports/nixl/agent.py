@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from common.errors import ConfigError, HandshakeError, TransferError
-from kvstore.handle.pool_info import MAX_TEXT
+from kvstore.handle.handle import MAX_TEXT
 from kvstore.transports.transport import Blocks
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from common.errors import InvalidRequestError, MiniInferError
 from common.net.rpc import Context, abort_with
-from kvstore.transports.descriptor_server import fetch_pool
 from kvstore.transports.kv_transfer import KvTransferService
-from kvstore.transports.shared_memory import check_sealed
+from kvstore.transports.shared_memory import check_sealed, fetch_pool
 from kvstore.transports.tcp.block_server import BlockServer
 from protos import kvstore_pb2
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -11,15 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import HandshakeError, TransferError
-from kvstore.handle.handle import HandleShard, HandleWriter, KvHandle, ShardAddress, open_handle, pack_shard
+from kvstore.handle.handle import (
+    HandleShard,
+    HandleWriter,
+    KvHandle,
+    PoolInfo,
+    ShardAddress,
+    from_wire,
+    open_handle,
+    pack_shard,
+)
 from kvstore.layout import Shard
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
-from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE
+from tests.kvstore.helpers import GEOMETRY
 
 ADDRESS = ShardAddress("host:1", True, {"shm": b"/run/a.sock", "tcp": b"", "other": b"\xff"})
 BLOCKS, DIGESTS = [BlockId(5), BlockId(0), BlockId(7)], [2**64 - 1, 0, 3]
 SHARD = pack_shard(GEOMETRY, ADDRESS, BLOCKS, DIGESTS)
+FIRST, GROUP = ["layout", "groups", 0], asdict(GEOMETRY.layout.groups[0])
 GOOD = KvHandle(LeaseId("x"), WorkerId("w"), Epoch(9), 12, 10.0, [SHARD])
 
 
@@ -40,66 +51,73 @@ def test_a_handle_survives_its_way() -> None:
     assert (list(shard.block_ids), list(shard.digests)) == (BLOCKS, DIGESTS)
 
 
-def test_shards_of_several_ranks_belong_together() -> None:
-    read = open_handle(replace(GOOD, shards=[shard_of(0, 2), shard_of(1, 2)]))
-    assert [list(shard.geometry.heads) for shard in read.shards] == [[0], [1]]
-
-
-def stage_of(first: int, stop: int) -> bytes:
-    return pack_shard(replace(GEOMETRY, shard=Shard(layers=(first, stop))), ADDRESS, BLOCKS, DIGESTS)
-
-
-def test_shards_of_several_stages_belong_together() -> None:
-    read = open_handle(replace(GOOD, shards=[stage_of(1, 2), stage_of(0, 1)]))
-    assert [list(shard.geometry.layers) for shard in read.shards] == [[1], [0]]
-    assert [shard.pool_name[1] for shard in read.shards] == [0, 1]
+def test_a_description_of_a_pool_survives_its_way() -> None:
+    info = PoolInfo(WorkerId("w"), Epoch(2**64 - 1), replace(GEOMETRY, shard=Shard(1, 2, (0, 1))))
+    assert from_wire(PoolInfo, msgspec.msgpack.decode(msgspec.msgpack.encode(info)), "pool") == info
 
 
 @pytest.mark.parametrize(
-    "shards",
-    [
-        [],
-        [stage_of(0, 1)],
-        [stage_of(0, 1), stage_of(0, 1)],
-        [stage_of(0, 1), stage_of(0, 2)],
-        [stage_of(0, 1), SHARD],
-        [SHARD] * 300,
-        [shard_of(0, 2)],
-        [shard_of(1, 2), shard_of(0, 2)],
-        [shard_of(0, 2), shard_of(0, 2)],
-        [shard_of(0, 2), shard_of(1, 2, blocks=BLOCKS[:2], digests=DIGESTS[:2])],
-        [shard_of(0, 2), shard_of(1, 2, geometry=OTHER_DTYPE)],
-        [shard_of(0, 2), shard_of(1, 2, geometry=replace(GEOMETRY, fingerprint="other"))],
-    ],
+    "shards", [[], [SHARD] * 300, [shard_of(0, 2), shard_of(1, 2, blocks=BLOCKS[:2], digests=DIGESTS[:2])]]
 )
 def test_shards_that_do_not_belong_together(shards: list[bytes]) -> None:
     with pytest.raises(TransferError):
         open_handle(replace(GOOD, shards=shards))
 
 
+def with_value(path: Sequence[int | str], value: object) -> KvHandle:
+    """The handle with another value somewhere in its shard."""
+    wire: Any = msgspec.msgpack.decode(SHARD)
+    place = wire
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return replace(GOOD, shards=[msgspec.msgpack.encode(wire)])
+
+
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("path", "value"),
     [
-        (1, None), (1, [1] * 7), (2, []), (2, ["", False]), (2, ["", 1, {}]), (2, [0, False, {}]),
-        (2, ["h" * 2000, False, {}]), (2, ["", False, {}, 0]), (2, ["", False, []]), (2, ["", False, {"a": "text"}]),
-        (2, ["", False, {"n" * 2000: b""}]), (2, ["", False, {"a": bytes(1 << 17)}]),
-        (2, ["", False, {str(number): b"" for number in range(65)}]), (3, b""), (3, b"123"), (3, [1]),
-        (4, b"\0" * 8), (4, b"\0" * 23), (4, 7), (0, None),
+        ([1], None), ([1], [1] * 7), ([2], []), ([2, "needs_staging"], 1), ([2, "kv_address"], 0),
+        ([2, "kv_address"], "h" * 2000), ([2, "transports"], []), ([2, "transports"], {"a": "text"}),
+        ([2, "transports"], {"n" * 2000: b""}), ([2, "transports"], {"a": bytes(1 << 17)}),
+        ([2, "transports"], {str(number): b"" for number in range(65)}), ([3], b""), ([3], b"123"), ([3], [1]),
+        ([4], b"\0" * 8), ([4], b"\0" * 23), ([4], 7),
     ],
 )  # fmt: skip
-def test_a_malformed_shard_is_the_peers_error(place: int, value: object) -> None:
-    wire = msgspec.msgpack.decode(SHARD)
-    wire[place] = value
-    with pytest.raises((TransferError, HandshakeError)):
-        open_handle(replace(GOOD, shards=[msgspec.msgpack.encode(wire)]))
+def test_a_malformed_shard_is_the_peers_error(path: list[int | str], value: object) -> None:
+    with pytest.raises(TransferError, match="malformed"):
+        open_handle(with_value(path, value))
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-def test_handles_of_other_versions_are_refused_with_what_to_do(number: int) -> None:
-    wire = msgspec.msgpack.decode(SHARD)
-    wire[0] = number
-    with pytest.raises(HandshakeError, match=rf"format {number}, not 4: run the same version everywhere"):
-        open_handle(replace(GOOD, shards=[msgspec.msgpack.encode(wire)]))
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["fingerprint"], "f" * 2000), (["num_blocks"], 0), (["num_blocks"], 2**32 - 1), (["block_size"], 0),
+        (["block_size"], 2**31), (["shard", "rank"], 1), (["shard", "rank"], -1), (["shard", "size"], 0),
+        (["shard", "size"], 3), (["shard", "layers"], [1, 1]), (["layout", "groups"], []),
+        (["layout", "groups"], [{}]), (["layout", "groups"], [GROUP] * 2), (["layout", "groups"], [GROUP] * 20),
+        ([*FIRST, "name"], "n" * 2000), ([*FIRST, "kind"], "latent"), ([*FIRST, "kind"], "other"),
+        ([*FIRST, "layers"], []), ([*FIRST, "layers"], ["0"]), ([*FIRST, "layers"], [2**40]),
+        ([*FIRST, "layers"], list(range(2**17))), ([*FIRST, "num_kv_heads"], 0),
+        ([*FIRST, "num_kv_heads"], 2**32 - 1), ([*FIRST, "dtype"], "complex128"), ([*FIRST, "num_planes"], 1),
+        ([*FIRST, "window"], 5),
+    ],
+)  # fmt: skip
+def test_an_impossible_pool_is_the_peers_error(path: list[int | str], value: object) -> None:
+    with pytest.raises((HandshakeError, TransferError)):
+        open_handle(with_value([1, *path], value))
+
+
+@given(st.recursive(st.none() | st.integers() | st.text() | st.binary(), st.lists))
+def test_nonsense_describes_no_pool(value: object) -> None:
+    with pytest.raises(TransferError, match="malformed pool"):
+        from_wire(PoolInfo, value, "pool")
+
+
+@pytest.mark.parametrize("number", [1, 4, "5.9", None])
+def test_handles_of_other_versions_are_refused_with_what_to_do(number: object) -> None:
+    with pytest.raises(HandshakeError, match=rf"format {number}, not 5\.\d: run the same version everywhere"):
+        open_handle(with_value([0], number))
 
 
 def test_an_address_that_is_no_text_is_the_peers_error() -> None:

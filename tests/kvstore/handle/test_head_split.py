@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,14 +17,15 @@ import torch
 from common.errors import HandshakeError, TransferError
 from engine.windows.layout import windowed_attention
 from kvstore.handle.copies import HeadCopy
-from kvstore.handle.head_split import ShardPart, split_blocks
-from kvstore.layout import PoolGeometry, Shard
+from kvstore.handle.handle import PeerShard, ShardAddress
+from kvstore.handle.head_split import ShardPart, are_of_one_worker, split_blocks
+from kvstore.layout import PoolGeometry, Shard, full_attention
 from kvstore.transports import head_parts
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader
 from kvstore.transports.shared_memory import blocks_over, map_fd
 from kvstore.transports.transport import Blocks
-from kvstore.types import BlockId
+from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import OTHER_DTYPE, empty_pool, host_client, with_shard
 from tests.kvstore.ranks import BLOCK_SIZE, HEAD_DIM, LATENTS, Ranks, geometry_of, running, shard_of, whole_blocks
 from worker.cuda_ipc.mapped_pulls import AttachedPool, MappedPulls
@@ -44,6 +46,27 @@ def spans(part: ShardPart, block_bytes: int) -> Iterator[tuple[int, int, int]]:
     copy = part.copy or HeadCopy(1, block_bytes, 0, block_bytes, 0, block_bytes)
     for i in range(copy.height):
         yield i * copy.source_pitch + copy.source_offset, i * copy.target_pitch + copy.target_offset, copy.width
+
+
+TWO = [geometry_of(2, Shard(rank, 2)) for rank in range(2)]
+FIRST, REST, ALL = (geometry_of(2, Shard(layers=bounds)) for bounds in ((0, 1), (1, 3), (0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("pools", "are_complete"),
+    [
+        (TWO, True), ([REST, FIRST], True), ([FIRST], False), ([FIRST, FIRST], False), ([FIRST, ALL], False),
+        ([FIRST, geometry_of(2, Shard())], False), (TWO[:1], False), (TWO[::-1], False), (TWO[:1] * 2, False),
+        ([TWO[0], replace(TWO[1], layout=full_attention(3, 2, 8, "float32"))], False),
+        ([TWO[0], replace(TWO[1], fingerprint="other")], False),
+    ],
+)  # fmt: skip
+def test_shards_are_read_when_they_are_all_those_of_one_worker(pools: list[PoolGeometry], are_complete: bool) -> None:
+    assert are_of_one_worker(pools) is are_complete
+    shards = [PeerShard(LeaseId("l"), WorkerId("w"), Epoch(1), pool, ShardAddress(), (), ()) for pool in pools]
+    mine = geometry_of(2, Shard(1, 2, (1, 2)))
+    with nullcontext() if are_complete else pytest.raises(TransferError, match="not all those of one worker"):
+        head_parts.head_parts(mine, shards)
 
 
 @pytest.mark.parametrize(("heads", "writers", "readers"), RANKS)

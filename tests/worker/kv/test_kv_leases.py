@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from kvstore.handle.handle import HandleShard, HandleWriter, ShardAddress
-from kvstore.handle.pool_info import PoolInfo
+from kvstore.handle.handle import HandleShard, HandleWriter, PoolInfo, ShardAddress
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.transport import LocalPool

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.transports.cuda_ipc.held_server import HeldServer, fetch_held
-from kvstore.transports.descriptor_server import SEND_TIMEOUT_SECONDS
-from kvstore.transports.shared_memory import reopen_read_only
+from kvstore.transports.shared_memory import SEND_TIMEOUT_SECONDS, reopen_read_only
 from tests.kvstore.helpers import Owner
 
 
