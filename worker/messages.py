@@ -1,6 +1,6 @@
 """Messages between a worker's front and its engine process: typed, and lists in msgpack.
 
-Types of other modules travel as they are: settings, sampling parameters, log-probabilities, KV handles and leases.
+Types of other modules travel as they are: settings, log-probabilities, KV handles and leases; a request as its bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
 from engine.config import EngineConfig, GpuConfig
-from engine.request import FinishReason, RequestId, SamplingParams, TokenId, TokenLogprobs
+from engine.request import FinishReason, RequestId, TokenId, TokenLogprobs
 from kvstore.handle.handle import KvHandle
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId
@@ -39,19 +39,10 @@ class Start(Message):
 
 
 class Submit(Message):
-    """A request. Fields that protobuf's Submit has come from it, and those that `Request` has go to it, by name."""
+    """A request, under the front's name for it. data: protobuf's Submit, as the router sent it."""
 
     request_id: RequestId
-    params: SamplingParams
-    handle: KvHandle | None = None
-    prompt_token_ids: bytes = b""  # see `common.token_ids`
-    output_token_ids: list[TokenId] = []  # generated before; a migration replays them
-    priority: int = 0
-    adapter: str = ""
-    cache_salt: str = ""
-    prefill_only: bool = False
-    deadline_seconds: float = 0.0  # from now; 0: none
-    due_seconds: float = 0.0  # from now, when the next token is due; negative: overdue; 0: no objective
+    data: bytes
 
 
 class Cancel(Message):
@@ -65,7 +56,7 @@ class HandOver(Message):
 
 
 class Abandon(Message):
-    """The request that came with this handle was refused: release the peer's lease."""
+    """Nobody here will ask for what is under this handle: release the peer's lease."""
 
     handle: KvHandle
 

@@ -20,7 +20,7 @@ from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from tests.harness.cluster import Service, free_ports, service_environment
 from tests.kvstore.helpers import as_handle, with_address
-from worker.front.protobuf import handle_of
+from worker.protobuf import handle_of
 
 PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
 # Leases would last a minute: what ends soon was released.

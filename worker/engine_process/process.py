@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from math import inf
 
 from common.errors import GRAMMAR_REFUSED, DeadlineExceededError, EngineError, InvalidRequestError, MiniInferError
 from common.logging import RateLimit
-from common.token_ids import num_ids, unpack_ids
+from common.token_ids import num_ids
 from engine.engine import Engine
-from engine.request import FinishReason, Request, RequestId, RequestOutput
+from engine.request import FinishReason, RequestId, RequestOutput
 from engine.scheduled_step import StepStats
+from protos import types_pb2 as pb
 from worker.engine_process.figures import OpenRequest, add_figures
 from worker.frames import FrameSocket
 from worker.kv.kv_leases import KvLeases, PromptLeases
@@ -38,15 +38,12 @@ from worker.messages import (
     Submit,
     ToEngine,
 )  # fmt: skip
+from worker.protobuf import handle_of, request_of
 
 logger = logging.getLogger("engine")
 logger.addFilter(RateLimit())
 IDLE_WAIT_SECONDS = 0.5  # also the interval of reports without news
 LEASE_WAIT_SECONDS = 0.1  # nothing to compute, but leases may expire
-# What Submit and Request both have under one name and type.
-REQUEST_FIELDS = (set(Submit.__struct_fields__) & {field.name for field in fields(Request)}) - {
-    "prompt_token_ids", "output_token_ids",
-}  # fmt: skip
 BLOCKED_WAIT_SECONDS = 0.002  # work is there but blocks are not: leases and loads will free some
 
 
@@ -137,8 +134,8 @@ class EngineProcess:
 
     def _receive(self, message: ToEngine) -> None:
         match message:
-            case Submit():
-                self._submit(message)
+            case Submit(request_id, data):
+                self._submit(request_id, pb.Submit.FromString(data))
             case Cancel(request_id):
                 self._cancel(request_id)
             case HandOver(request_id):
@@ -159,25 +156,22 @@ class EngineProcess:
 
     # -- requests --------------------------------------------------------------------------------------------
 
-    def _submit(self, submit: Submit) -> None:
+    def _submit(self, request_id: RequestId, submit: pb.Submit) -> None:
         now = time.monotonic()
         num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last is computed here
-        lease = self._loads.accept(submit.handle, num_tokens, submit.request_id)
+        handle = handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None
+        lease = self._loads.accept(handle, num_tokens, request_id)
         try:
-            request = Request(
-                prompt_token_ids=unpack_ids(submit.prompt_token_ids),
-                output_token_ids=list(submit.output_token_ids),
-                kv_source=lease,
-                num_source_tokens=0 if lease is None else lease.num_tokens,
-                due=now + submit.due_seconds if submit.due_seconds else inf,
-                **{name: getattr(submit, name) for name in REQUEST_FIELDS},
-            )
+            request = request_of(submit, request_id, now)
+            if lease is not None:
+                request.kv_source, request.num_source_tokens = lease, lease.num_tokens
             self._engine.submit(request)
         except MiniInferError as error:
-            self._report.failures.append(Failure.of(submit.request_id, error))
+            self._report.failures.append(Failure.of(request_id, error))
             self._loads.abandon(lease)
             return
-        self._open[submit.request_id] = OpenRequest(request, now, _after(now, submit.deadline_seconds))
+        deadline = now + submit.deadline_seconds if submit.deadline_seconds > 0 else inf
+        self._open[request_id] = OpenRequest(request, now, deadline)
 
     def _cancel(self, request_id: RequestId) -> None:
         if self._open.pop(request_id, None) is None:
@@ -236,8 +230,3 @@ def _error_of(message: str) -> MiniInferError:
     if message.startswith(GRAMMAR_REFUSED):
         return InvalidRequestError(message, "structured_outputs")
     return EngineError(message)
-
-
-def _after(now: float, seconds: float) -> float:
-    """The time when so many seconds have passed; 0: never."""
-    return now + seconds if seconds > 0 else inf

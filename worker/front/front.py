@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING
 
-from common.errors import EngineError, InvalidRequestError, MiniInferError, UnavailableError, traceback_text
+from common.errors import EngineError, MiniInferError, UnavailableError, traceback_text
 from common.logging import RateLimit
 from common.process import Resident
 from common.wings import call_wing
@@ -23,9 +23,9 @@ from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockKey, Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.front.engine_client import EngineClient
-from worker.front.protobuf import failure_of, handle_of, kv_offer, load_report, submit_of, token_delta
 from worker.front.sessions import EventLog, Session, kv_handles
-from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport
+from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport, Submit
+from worker.protobuf import failure_of, handle_of, kv_offer, load_report, token_delta
 
 if TYPE_CHECKING:
     from worker.drains.drain import Drain
@@ -111,16 +111,9 @@ class WorkerFront:
             self._refuse(session, submit.request_id, EngineError("this request id is in use"))
             return
         name = RequestId(f"{submit.request_id[:64]}.{next(self._names)}")
-        try:
-            message = submit_of(submit, name)
-        except InvalidRequestError as error:
-            self._refuse(session, submit.request_id, error)
-            if submit.HasField("kv_handle"):
-                self._engine.send(Abandon(handle_of(submit.kv_handle)))
-            return
         session.names[submit.request_id] = name
         self._owner[name] = (session, submit.request_id)
-        self._engine.send(message)
+        self._engine.send(Submit(name, submit.SerializeToString()))
 
     def _refuse(self, session: Session, request_id: str, error: MiniInferError) -> None:
         refusal = failure_of(Failure.of(RequestId(request_id), error), request_id)

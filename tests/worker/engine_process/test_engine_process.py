@@ -10,7 +10,9 @@ import pytest
 from common.token_ids import pack_ids
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.request import RequestId, SamplingParams
+from engine.request import RequestId
+from kvstore.handle.handle import KvHandle
+from protos import types_pb2 as pb
 from worker.engine_process.process import IDLE_WAIT_SECONDS, EngineProcess
 from worker.messages import StepReport, Stop, Submit
 
@@ -26,8 +28,14 @@ class Peers:
     def expire(self, now: float) -> list[Any]:
         return []
 
-    def accept(self, handle: Any, num_tokens: int, request_id: str) -> None:
-        assert handle is None
+    def __init__(self) -> None:
+        self.abandoned: list[Any] = []
+
+    def accept(self, handle: KvHandle | None, num_tokens: int, request_id: str) -> KvHandle | None:
+        return handle
+
+    def abandon(self, source: object) -> None:
+        self.abandoned.append(source)
 
     def finish(self, requests: Any, report: Any, now: float) -> None:
         pass
@@ -64,8 +72,9 @@ class Link:
 
 
 def submit(name: str, due_seconds: float = 0.0) -> Submit:
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    return Submit(RequestId(name), params, prompt_token_ids=pack_ids(range(20)), due_seconds=due_seconds)
+    sampling = pb.SamplingParams(max_tokens=3, ignore_eos=True)
+    message = pb.Submit(prompt_token_ids=pack_ids(range(20)), sampling=sampling, due_seconds=due_seconds, keep=True)
+    return Submit(RequestId(name), message.SerializeToString())
 
 
 def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +99,14 @@ def test_overdue_requests_are_served_first_and_those_without_objective_last() ->
     EngineProcess(link, parts.engine, peers, peers, peers, lambda: None).run()  # type: ignore[arg-type]
     ends = [delta.request_id for report in link.reports for delta in report.deltas if delta.finish_reason]
     assert ends == ["overdue", "due", "plain"]
+
+
+def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go() -> None:
+    sampling, handle = pb.SamplingParams(max_tokens=1, temperature=-1.0), pb.KvHandle(lease_id="lease", num_tokens=1)
+    message = pb.Submit(prompt_token_ids=pack_ids([1, 2]), sampling=sampling, kv_handle=handle)
+    parts, peers = assemble(EngineConfig("dry-run", num_gpu_blocks=64)), Peers()
+    link = Link([[Submit(RequestId("a"), message.SerializeToString())], [Stop()]])
+    EngineProcess(link, parts.engine, peers, peers, peers, lambda: None).run()  # type: ignore[arg-type]
+    [failure] = [failure for report in link.reports for failure in report.failures]
+    assert (failure.request_id, failure.status, failure.param) == ("a", "INVALID_ARGUMENT", "temperature")
+    assert [handle.lease_id for handle in peers.abandoned] == ["lease"]

@@ -19,7 +19,6 @@ from tests.harness.waiting import until
 from worker.front import front, sessions
 from worker.front.front import WorkerFront
 from worker.messages import (
-    Abandon,
     Cancel,
     Delta,
     EngineLoad,
@@ -156,19 +155,6 @@ async def test_a_router_that_does_not_keep_up_loses_its_stream(
     assert attached.engine.others == [*open_on_close, RELEASE]
     with pytest.raises(UnavailableError, match="keep up"):
         await asyncio.wait_for(anext(attached.reports), 60)
-
-
-async def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go(attached: Attached) -> None:
-    sampling = pb.SamplingParams(max_tokens=1, temperature=-1.0)
-    submit = pb.Submit(request_id="r", prompt_token_ids=pack_ids([1]), sampling=sampling, kv_handle=PROTO_HANDLE)
-    attached.command(submit=submit)
-    await anext(attached.reports)  # the snapshot
-    [failure] = (await asyncio.wait_for(anext(attached.reports), 60)).failures
-    assert (failure.request_id, failure.code) == ("r", pb.FAILURE_CODE_INVALID_ARGUMENT)
-    assert failure.param == "temperature"
-    await attached.engine.until_sent(Abandon(HANDLE))
-    assert attached.engine.submitted.empty()
-    assert attached.front.num_open_requests == 0
 
 
 async def test_a_router_whose_command_meets_a_bug_loses_its_stream(

@@ -1,25 +1,26 @@
-"""The front's conversions: protobuf messages of routers to and from the messages of its engine process.
+"""Protobuf messages of routers as the types of the engine, and the engine process's messages as routers read them.
 
-Requests and sampling parameters are converted by the names of their fields: one that the protobuf message and the
-other type both have needs nothing here.
+The engine process decodes requests, the front encodes what became of them. Requests and sampling parameters are
+converted by the names of their fields: one that the protobuf message and the other type both have needs nothing here.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from functools import cache
+from dataclasses import asdict, fields
+from math import inf
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message as Protobuf
 from msgspec import to_builtins
 from msgspec.structs import asdict as struct_fields
 
 from common.process import Resident
-from engine.request import FinishReason, RequestId, SamplingParams
+from common.token_ids import unpack_ids
+from engine.request import FinishReason, Request, RequestId, SamplingParams
 from kvstore.handle.handle import KvHandle
+from kvstore.types import Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
-from worker.messages import Delta, EngineLoad, Failure, KvOffer, Submit
+from worker.messages import Delta, EngineLoad, Failure, KvOffer
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -30,50 +31,6 @@ FINISH_REASONS = {
 }
 FAILURE_CODES: dict[str, Any] = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
 SCALARS = (int, float, str, bytes)  # bool is an int
-# What both messages have under one name travels by it: a new field of a request needs nothing here.
-SUBMIT_FIELDS = ({field.name for field in pb.Submit.DESCRIPTOR.fields} & set(Submit.__struct_fields__)) - {
-    "request_id"
-}
-OFF_WHEN_ZERO = ("top_p", "repetition_penalty")  # zero cannot be meant: the default, which is off, applies
-
-
-def submit_of(submit: pb.Submit, request_id: RequestId) -> Submit:
-    """The engine process's form of a Submit. Raises InvalidRequestError for bad sampling parameters."""
-    return Submit(
-        request_id,
-        sampling_params(submit.sampling),
-        handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None,
-        prefill_only=not submit.keep,
-        **{name: _plain(getattr(submit, name)) for name in SUBMIT_FIELDS},
-    )
-
-
-def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Convert by the names of the fields. Raises InvalidRequestError."""
-    fields = _fields(message)
-    for name in OFF_WHEN_ZERO:
-        if not fields[name]:
-            del fields[name]
-    return SamplingParams(**fields)
-
-
-def handle_of(message: pb.KvHandle) -> KvHandle:
-    """Convert a handle without reading its shards."""
-    return KvHandle(**_fields(message))
-
-
-@cache
-def _names(kind: Descriptor) -> list[tuple[str, bool]]:
-    """Names of a message's fields, and whether each can be unset."""
-    return [(field.name, field.has_presence) for field in kind.fields]
-
-
-def _fields(message: Protobuf) -> dict[str, Any]:
-    """Plain values by the names of their fields; an optional one that is unset is None."""
-    return {
-        name: None if optional and not message.HasField(name) else _plain(getattr(message, name))
-        for name, optional in _names(message.DESCRIPTOR)
-    }
 
 
 def _plain(value: Any) -> Any:
@@ -82,8 +39,46 @@ def _plain(value: Any) -> Any:
         return value
     if not isinstance(value, Protobuf):
         return tuple(map(_plain, value))
-    fields = tuple(_fields(value).values())
+    fields = tuple(_plain(getattr(value, field.name)) for field in value.DESCRIPTOR.fields)
     return fields[0] if len(fields) == 1 else fields
+
+
+# What Submit and Request have under one name and type.
+REQUEST_FIELDS = {field.name for field in pb.Submit.DESCRIPTOR.fields} & {field.name for field in fields(Request)} - {
+    "request_id", "prompt_token_ids", "output_token_ids",
+}  # fmt: skip
+# What a sampling field means that is not set. Zero cannot be meant by these two: their defaults apply, which are off.
+UNSET: dict[str, Any] = {
+    field.name: None if field.has_presence else _plain(field.default_value)
+    for field in pb.SamplingParams.DESCRIPTOR.fields
+    if field.name not in ("top_p", "repetition_penalty")
+}
+
+
+def request_of(submit: pb.Submit, request_id: RequestId, now: float) -> Request:
+    """What a router asks for, under the front's name. Raises InvalidRequestError for bad sampling parameters."""
+    return Request(
+        request_id,
+        unpack_ids(submit.prompt_token_ids),
+        sampling_params(submit.sampling),
+        list(submit.output_token_ids),
+        prefill_only=not submit.keep,
+        due=now + submit.due_seconds if submit.due_seconds else inf,
+        **{name: getattr(submit, name) for name in REQUEST_FIELDS},
+    )
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """Convert by the names of the fields. Raises InvalidRequestError."""
+    return SamplingParams(**UNSET | {field.name: _plain(value) for field, value in message.ListFields()})
+
+
+def handle_of(message: pb.KvHandle) -> KvHandle:
+    """Convert a handle without reading its shards."""
+    return KvHandle(
+        LeaseId(message.lease_id), WorkerId(message.worker_id), Epoch(message.epoch), message.num_tokens,
+        message.lease_seconds, tuple(message.shards),
+    )  # fmt: skip
 
 
 def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:

@@ -1,14 +1,15 @@
-"""What routers say and hear, as the engine process says and hears it.
+"""What routers say and hear, as the engine process hears and says it.
 
 A new sampling field is written in three places: SamplingParams in protos/types.proto, SamplingParams in
 engine/request.py, and the router's schema with what it makes of it (router/api). Another field of a request is
-written in five: the schema (router/api/schemas.py), `Gateway._request`, Submit in protos/types.proto, Submit in
-worker/messages.py, and Request in engine/request.py. A test says which is missing.
+written in four: the schema (router/api/schemas.py), `Gateway._request`, Submit in protos/types.proto, and Request in
+engine/request.py. A test says which is missing.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
+from math import inf
 from typing import Any
 
 import msgspec
@@ -19,14 +20,12 @@ from common.model_files import resolve_model
 from common.process import Resident
 from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
-from engine.request import FinishReason, Request, RequestId, SamplingParams, TokenLogprobs
-from kvstore.transports.sockets import pack
+from engine.request import FinishReason, RequestId, SamplingParams, TokenLogprobs
 from protos import types_pb2 as pb
 from router.features import COMPLETION_BODY
 from router.workers.model_workers import ModelLimits
-from worker.engine_process.process import REQUEST_FIELDS
-from worker.front.protobuf import FAILURE_CODES, failure_of, load_report, sampling_params, submit_of, token_delta
-from worker.messages import Delta, EngineLoad, Failure, RequestTimes, Submit
+from worker.messages import Delta, EngineLoad, Failure, RequestTimes
+from worker.protobuf import FAILURE_CODES, failure_of, load_report, request_of, sampling_params, token_delta
 
 # Of every field a value that is not its default. Floats are exact in 32 bits.
 SAMPLING: dict[str, Any] = {
@@ -73,32 +72,30 @@ def test_a_sampling_field_is_in_the_protobuf_message_and_in_the_dataclass() -> N
     assert not known - SAMPLING.keys(), f"give {known - SAMPLING.keys()} a value in SAMPLING of this test"
 
 
-def test_every_sampling_field_reaches_the_engine_process() -> None:
+def test_every_sampling_field_reaches_the_engine() -> None:
     params = SamplingParams(**SAMPLING)
     unchanged = [name for name, value in SAMPLING.items() if value == getattr(SamplingParams(), name)]
     assert not unchanged, f"{unchanged} would pass if they were lost: choose other values than the defaults"
-    submit = submit_of(pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE), RequestId("r"))
-    arrived = msgspec.msgpack.decode(pack(submit)[4:], type=Submit).params
+    arrived = request_of(pb.Submit(sampling=MESSAGE), RequestId("r"), 0.0).params
     lost = {name for name in SAMPLING if getattr(arrived, name) != getattr(params, name)}
-    assert not lost, (
-        f"lost between router and engine process: {lost}; see sampling_params in worker/front/protobuf.py"
-    )
+    assert not lost, f"lost between router and engine: {lost}; see sampling_params in worker/protobuf.py"
 
 
-def test_every_field_of_a_request_reaches_the_engine_process() -> None:
-    """A field that a Submit has and `Request` has, too, travels by its name through the message between them."""
-    values: dict[str, Any] = {
-        "output_token_ids": [3, 4], "priority": 5, "cache_salt": "s", "deadline_seconds": 2.5, "adapter": "a",
-        "due_seconds": 0.5,
-    }  # fmt: skip
-    apart = {"request_id", "prompt_token_ids", "sampling", "kv_handle", "keep"}  # that become something else
-    carried = names_of(pb.Submit)
-    assert not carried - apart - values.keys(), "give the new field a value here and a place in Submit"
-    submit = submit_of(pb.Submit(prompt_token_ids=pack_ids([1]), sampling=MESSAGE, **values), RequestId("r"))
-    arrived = msgspec.msgpack.decode(pack(submit)[4:], type=Submit)
+def test_every_field_of_a_request_reaches_the_engine() -> None:
+    """A field that a Submit has and `Request` has, too, travels by its name."""
+    values: dict[str, Any] = {"output_token_ids": [3, 4], "priority": 5, "cache_salt": "s", "adapter": "a"}
+    apart = {"request_id", "prompt_token_ids", "sampling", "kv_handle", "keep", "deadline_seconds", "due_seconds"}
+    lost = names_of(pb.Submit) - apart - values.keys()
+    assert not lost, f"give {lost} a value here, and a place in Request, engine/request.py"
+    prompt = pack_ids([1, 2])
+    submit = pb.Submit(request_id="r", prompt_token_ids=prompt, sampling=MESSAGE, due_seconds=0.5, **values)
+    arrived = request_of(submit, RequestId("r.0"), 100.0)
     assert {name: getattr(arrived, name) for name in values} == values
-    lost = ({field.name for field in fields(Request)} & carried) - apart - REQUEST_FIELDS - {"output_token_ids"}
-    assert not lost, f"lost between Submit and Request: {lost}"
+    assert (arrived.request_id, arrived.prompt_token_ids, arrived.due) == ("r.0", [1, 2], 100.5)
+    assert arrived.prefill_only
+    submit = pb.Submit(prompt_token_ids=prompt, sampling=MESSAGE, keep=True)
+    plain = request_of(submit, RequestId("r"), 100.0)
+    assert (plain.prefill_only, plain.due) == (False, inf)
 
 
 @pytest.mark.wing("router.logit_rules")
