@@ -100,9 +100,9 @@ class Reader:
         times: list[float] = []
         for lease in leases:
             began = time.perf_counter()
-            result = self._client.pull(lease, positions, local)
+            used = self._client.pull(lease, positions, local)
             times.append(time.perf_counter() - began)
-            assert result.transport in self.memory.transports
+            assert used in self.memory.transports
         for lease in leases:
             self.memory.leases.release(lease)
         return times

@@ -55,17 +55,11 @@ class HandOver(Message):
     request_id: RequestId
 
 
-class Abandon(Message):
-    """Nobody here will ask for what is under this handle: release the peer's lease."""
-
-    handle: KvHandle
-
-
 class Prefetch(Message):
     """Full blocks of a prompt that a peer is computing, to be pulled before its request comes."""
 
     handle: KvHandle
-    block_keys: list[BlockKey]
+    block_keys: list[BlockKey]  # none: its request will not come here, release the peer's lease
 
 
 class Renew(Message):
@@ -90,7 +84,7 @@ class Stop(Message):
     """The last message."""
 
 
-ToEngine = Start | Submit | Cancel | HandOver | Abandon | Prefetch | Renew | Release | Stage | Stop
+ToEngine = Start | Submit | Cancel | HandOver | Prefetch | Renew | Release | Stage | Stop
 
 
 # -- engine process -> front ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from common.errors import HandshakeError, TransferError, UnavailableError
 from common.wings import has_wing
@@ -24,20 +23,13 @@ from kvstore.types import BlockId, WorkerId
 DEFAULT_DEADLINE_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class PullResult:
-    transport: str
-    num_bytes: int
-    seconds: float
-
-
 class KvClient:
     """Reads leases of other workers' pools by the best transport that both sides have."""
 
     def __init__(self, geometry: PoolGeometry, readers: Mapping[str, Reader]) -> None:
         """`readers` by transport, the best first, all into the pool of `geometry`. Closes them."""
         self.transports = tuple(readers)
-        self._geometry = geometry
+        self.geometry = geometry
         self._readers = readers
 
     def pull(
@@ -46,8 +38,8 @@ class KvClient:
         positions: Sequence[int],
         local_block_ids: Sequence[BlockId],
         deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
-    ) -> PullResult:
-        """Copy and verify the lease's blocks at `positions`.
+    ) -> str:
+        """Copy and verify the lease's blocks at `positions`; return the transport's name.
 
         Raises HandshakeError when the pools do not fit, TransferError for anything that did not work or
         did not arrive intact.
@@ -56,21 +48,22 @@ class KvClient:
             raise ValueError("one local block per position")
         if positions and not 0 <= min(positions) <= max(positions) < lease.num_blocks:
             raise TransferError("a position outside the KV handle")
-        began = time.monotonic()
-        check_compatible(self._geometry, lease.shards[0].geometry, lease.worker_id)
+        check_compatible(self.geometry, lease.shards[0].geometry, lease.worker_id)
         parts = self._parts(lease)
-        transport, digests = self.read(BlockPull(parts, positions, local_block_ids, began + deadline_seconds))
+        transport, digests = self.read(
+            BlockPull(parts, positions, local_block_ids, time.monotonic() + deadline_seconds)
+        )
         for part, found in zip(parts, digests, strict=True):
             granted = [part.shard.digests[position] for position in positions]
             if found != granted:
                 position = next(p for p, a, b in zip(positions, found, granted, strict=True) if a != b)
                 raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
-        return PullResult(transport, len(positions) * self._geometry.block_bytes, time.monotonic() - began)
+        return transport
 
     def _parts(self, lease: PeerLease) -> list[SourcePart]:
         """What to read of which shard. Raises HandshakeError."""
         shards = tuple(shard.geometry.shard for shard in lease.shards)
-        if shards == (self._geometry.shard,):
+        if shards == (self.geometry.shard,):
             return [SourcePart(lease.shards[0])]
         if not has_wing("kvstore.handle.head_split"):
             raise HandshakeError(
@@ -79,7 +72,7 @@ class KvClient:
             )
         from kvstore.transports.head_parts import head_parts
 
-        return head_parts(self._geometry, lease.shards)
+        return head_parts(self.geometry, lease.shards)
 
     def close(self) -> None:
         for reader in self._readers.values():

@@ -23,8 +23,7 @@ from protos import types_pb2 as pb
 from worker.engine_process.process import EngineProcess
 from worker.frames import FrameSocket
 from worker.kv.kv_leases import PromptLeases
-from worker.kv.kv_loads import KvLoads
-from worker.kv.kv_puller import KvPuller
+from worker.kv.kv_loads import KvLoads, KvPuller
 from worker.kv.shared_pool import SharedPoolMemory
 from worker.messages import Failed, Ready, Start
 

@@ -24,7 +24,6 @@ from worker.frames import FrameSocket
 from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.kv_loads import KvLoads
 from worker.messages import (
-    Abandon,
     Cancel,
     Delta,
     Failure,
@@ -140,8 +139,6 @@ class EngineProcess:
                 self._cancel(request_id)
             case HandOver(request_id):
                 self._engine.hand_over(request_id)
-            case Abandon(handle):
-                self._loads.refuse(handle)
             case Prefetch(handle, block_keys):
                 self._loads.prefetch(handle, block_keys)
             case Renew(lease_id, epoch, lease_seconds):

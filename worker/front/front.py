@@ -24,7 +24,7 @@ from kvstore.types import BlockKey, Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.front.engine_client import EngineClient
 from worker.front.sessions import EventLog, Session, kv_handles
-from worker.messages import Abandon, Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport, Submit
+from worker.messages import Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport, Submit
 from worker.protobuf import failure_of, handle_of, kv_offer, load_report, token_delta
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ class WorkerFront:
                 session.num_drain_changes = command.drain_noted.num_drain_changes
             case "prefetch":
                 offer = command.prefetch
-                handle, keys = handle_of(offer.kv_handle), [*map(BlockKey, offer.block_keys)]
-                self._engine.send(Abandon(handle) if self.is_draining else Prefetch(handle, keys))
+                keys = [] if self.is_draining else [*map(BlockKey, offer.block_keys)]
+                self._engine.send(Prefetch(handle_of(offer.kv_handle), keys))
 
     def _submit(self, session: Session, submit: pb.Submit) -> None:
         if self.is_draining:

@@ -19,8 +19,7 @@ from engine.wings import Figures
 from kvstore.handle.handle import KvHandle, PeerLease
 from kvstore.types import BlockKey, WorkerId
 from worker.engine_process.figures import OpenRequest
-from worker.kv.kv_loads import KvLoads
-from worker.kv.kv_puller import KvPuller
+from worker.kv.kv_loads import KvLoads, KvPuller
 from worker.messages import Pull, StepReport
 
 logger = logging.getLogger("engine")
@@ -39,6 +38,9 @@ class ProgressiveLoads(KvLoads):
 
     def prefetch(self, handle: KvHandle, block_keys: Sequence[BlockKey]) -> None:
         """Offer the engine a part of a prompt that the peer is still computing."""
+        if not block_keys:
+            super().prefetch(handle, block_keys)
+            return
         lease = self._open(handle)
         if lease is None:
             return

@@ -11,7 +11,7 @@ from tests.harness.waiting import until
 from tests.worker.front.test_front import HANDLE, PROTO_HANDLE, Attached
 from worker.drains.drain import Drain
 from worker.front.sessions import Session
-from worker.messages import Abandon, Prefetch
+from worker.messages import Prefetch
 
 
 def drain_of(attached: Attached) -> Drain:
@@ -39,7 +39,7 @@ async def test_a_draining_worker_takes_no_parts_of_prompts(attached: Attached) -
     await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]))
     drain_of(attached)
     attached.command(prefetch=offer)
-    await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]), Abandon(HANDLE))
+    await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]), Prefetch(HANDLE, []))
 
 
 def test_a_router_that_does_not_say_that_it_knows_is_not_waited_for() -> None:

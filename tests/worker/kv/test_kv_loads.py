@@ -78,14 +78,9 @@ def test_a_handle_on_other_tokens_is_let_go(parts: Parts, num_tokens: int) -> No
 def test_a_malformed_handle_is_no_reason_to_fail(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
     bad = KvHandle(GOOD.lease_id, GOOD.worker_id, GOOD.epoch, GOOD.num_tokens, 1.0, [b"nonsense"])
     assert parts.loads.accept(bad, GOOD.num_tokens, REQUEST_ID) is None
-    parts.loads.refuse(bad)
+    parts.loads.prefetch(bad, [])
     assert parts.told == []
     assert "computing the prompt here" in caplog.text
-
-
-def test_the_handle_of_a_refused_request_is_let_go(parts: Parts) -> None:
-    parts.loads.refuse(GOOD)
-    assert parts.told == [("keep", open_handle(GOOD)), ("abandon", open_handle(GOOD))]
 
 
 @pytest.mark.parametrize("after_steps", [False, True])
@@ -108,7 +103,7 @@ def test_blocks_that_steps_may_use_are_pulled_after_the_fence(parts: Parts, afte
 
 def test_a_part_of_a_prompt_is_let_go(parts: Parts) -> None:
     parts.loads.prefetch(GOOD, [])
-    assert parts.verbs == ["keep", "abandon"]
+    assert parts.told == [("keep", open_handle(GOOD)), ("abandon", open_handle(GOOD))]
 
 
 def test_a_source_that_caches_make_needless_is_let_go(parts: Parts) -> None:

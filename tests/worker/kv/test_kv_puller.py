@@ -12,11 +12,11 @@ from common.errors import TransferError
 from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import PeerLease, PeerShard, ShardAddress
-from kvstore.transports.client import KvClient, PullResult
+from kvstore.transports.client import KvClient
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId, WorkerId
 from tests.kvstore.helpers import GEOMETRY
-from worker.kv.kv_puller import KvPuller
+from worker.kv.kv_loads import KvPuller
 
 NAME = (LeaseId("lease"), WorkerId("w"), Epoch(1))
 SHARD = PeerShard(*NAME, GEOMETRY, ShardAddress(), (BlockId(3),), (7,))
@@ -28,6 +28,8 @@ PREFETCH = KvLoad(None, LEASE, [0], [BlockId(1)], 4, [BlockKey(b"key")])
 class Client:
     """Stands for a KvClient and a LeaseClient."""
 
+    geometry = GEOMETRY
+
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.released: list[str] = []
@@ -35,10 +37,10 @@ class Client:
 
     def pull(
         self, lease: PeerLease, positions: Sequence[int], block_ids: Sequence[BlockId], deadline_seconds: float
-    ) -> PullResult:
+    ) -> str:
         if self.error is not None:
             raise self.error
-        return PullResult("made up", 100, 0.5)
+        return "made up"
 
     def release(self, lease: PeerLease) -> bool:
         self.released.append(lease.lease_id)
@@ -79,6 +81,7 @@ def test_every_job_has_a_result_and_ends_its_lease(
     assert has_result.wait(30)
     ((ended, pull),) = puller.take_results()
     assert (ended, pull.request_id, pull.ok, pull.error) == (job, request_id, error is None, str(error or ""))
+    assert (pull.transport, pull.num_bytes) == (("", 0) if error else ("made up", GEOMETRY.block_bytes))
     assert ("RuntimeError: a bug" in caplog.text) == isinstance(error, RuntimeError)
     assert puller.num_open == 0
     assert client.has_released.wait(30)

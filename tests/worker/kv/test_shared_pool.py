@@ -71,7 +71,7 @@ def test_only_what_was_asked_for_is_tried(tmp_path: Path) -> None:
         memory = open_memory(tmp_path, wanted)
         client = memory.clients[0]
         if works:
-            assert client.pull(peer, [0], [BlockId(0)]).transport == "shm"
+            assert client.pull(peer, [0], [BlockId(0)]) == "shm"
         else:
             with pytest.raises(TransferError, match="tcp: the peer does not answer"):
                 client.pull(peer, [0], [BlockId(0)])

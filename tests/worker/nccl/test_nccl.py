@@ -120,7 +120,7 @@ class Reader:
         self.client = FallbackClient(GEOMETRY, {"nccl": self.transport, "shm": ShmReader(self.blocks, leases)})
 
     def pull(self, lease: PeerLease, positions: list[int], local: list[BlockId], seconds: float = 100.0) -> str:
-        return self.client.pull(lease, positions, local, seconds).transport
+        return self.client.pull(lease, positions, local, seconds)
 
 
 def num_links(reader: Reader) -> int:

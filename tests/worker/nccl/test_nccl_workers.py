@@ -41,7 +41,7 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path, monkey
     block_ids = pool.allocate(3)
     lease, handle = leases.grant(block_ids, [device_pool.digests(block_ids)], 12, time.monotonic())
     [client] = reader.clients
-    assert client.pull(open_handle(handle), [0, 2], [BlockId(5), BlockId(1)]).transport == "nccl"
+    assert client.pull(open_handle(handle), [0, 2], [BlockId(5), BlockId(1)]) == "nccl"
     assert torch.equal(received[[5, 1]], sent[[block_ids[0], block_ids[2]]])
     assert leases.release(lease.lease_id, lease.epoch)
     wait_until(lambda: not leases.expire(time.monotonic()) and not len(leases))

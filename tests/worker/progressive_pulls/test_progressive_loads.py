@@ -27,7 +27,7 @@ def test_a_part_of_a_prompt_is_offered_to_the_scheduler(parts: Parts) -> None:
     assert parts.told == [("keep", open_handle(PART)), ("add", open_handle(PART), KEYS)]
 
 
-@pytest.mark.parametrize(("num_missing_keys", "num_missing_tokens"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize(("num_missing_keys", "num_missing_tokens"), [(1, 0), (0, 1), (NUM_BLOCKS, 0)])
 def test_what_is_no_part_of_full_blocks_is_let_go(
     parts: Parts, num_missing_keys: int, num_missing_tokens: int
 ) -> None:

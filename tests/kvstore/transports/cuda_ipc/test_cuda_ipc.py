@@ -115,14 +115,14 @@ def test_shared_memory_takes_over_where_the_device_cannot_reach(
 ) -> None:
     owner = GpuOwner(tmp_path)
     device.out_of_reach = True
-    assert client.pull(owner.device_peer([3]), [0], ids(0)).transport == "shm"
+    assert client.pull(owner.device_peer([3]), [0], ids(0)) == "shm"
     device.out_of_reach = False
     for cuda_socket in (None, "/nowhere/x.sock"):  # no such memory; another host
         peer = with_address(owner.device_peer([3]), cuda_ipc=cuda_socket)
-        assert client.pull(peer, [0], ids(0)).transport == "shm"
+        assert client.pull(peer, [0], ids(0)) == "shm"
     namesake = GpuOwner(tmp_path, "namesake")  # same path, another host
     peer = with_address(owner.device_peer([3]), cuda_ipc=namesake.cuda_socket)
-    assert client.pull(peer, [0], ids(0)).transport == "shm"
+    assert client.pull(peer, [0], ids(0)) == "shm"
     assert not device.attached
     namesake.close()
     owner.close()

@@ -51,12 +51,12 @@ async def test_a_long_pull_by_several_connections(tmp_path: Path, monkeypatch: p
 async def test_shm_is_preferred_and_tcp_takes_over(tmp_path: Path, client: KvClient) -> None:
     async with Worker(tmp_path) as worker:
         peer = with_address(worker.lease(BLOCKS), shm=worker.owner.socket)
-        assert (await asyncio.to_thread(client.pull, peer, [0], ids(0))).transport == "shm"
+        assert (await asyncio.to_thread(client.pull, peer, [0], ids(0))) == "shm"
         namesake = Owner(tmp_path, replace(GEOMETRY, fingerprint="x"), "namesake")  # same path, another host
         for path in ("/nowhere/x.sock", str(namesake.socket)):
             elsewhere = with_address(peer, shm=path)
             other = host_client(GEOMETRY, empty_pool(), "secret")
-            assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0))).transport == "tcp"
+            assert (await asyncio.to_thread(other.pull, elsewhere, [0], ids(0))) == "tcp"
             other.close()
         namesake.close()
 
@@ -101,9 +101,9 @@ async def test_blocks_in_gpu_memory_are_read_from_the_rows_that_they_were_copied
         for name, socket_path in (("shm", worker.owner.socket), ("tcp", None)):
             mine[:] = 0
             by = with_address(peer, shm=socket_path)
-            assert (await asyncio.to_thread(client.pull, by, [2, 1], ids(4, 5))).transport == name
+            assert (await asyncio.to_thread(client.pull, by, [2, 1], ids(4, 5))) == name
             np.testing.assert_array_equal(mine[[4, 5]], worker.owner.blocks[[3, 2]])
-            assert (await asyncio.to_thread(client.pull, by, [2], ids(6))).transport == name
+            assert (await asyncio.to_thread(client.pull, by, [2], ids(6))) == name
             np.testing.assert_array_equal(mine[6], worker.owner.blocks[3])
         assert asked == [("lease", 1)]  # what is not wanted is not staged, and the rest once
         await asyncio.to_thread(client.pull, by, [0], ids(4))
