@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvstore.handle.copies import merged_runs
-from kvstore.types import BlockId, HostSlot
+from kvstore.types import BlockId, HostSlot, merged_runs
 
 
 class CpuCopies:

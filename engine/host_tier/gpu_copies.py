@@ -17,8 +17,7 @@ from torch import Tensor
 
 from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES, pin, upload
 from kernels.kv_copies import kernels_for
-from kvstore.handle.copies import merged_runs
-from kvstore.types import BlockId, HostSlot
+from kvstore.types import BlockId, HostSlot, merged_runs
 
 
 class HostCopies:

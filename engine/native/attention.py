@@ -16,8 +16,7 @@ from engine.layers.rotary import Rotation
 from kernels.native.chunk_attention import causal_corner, chunk_attention, padded_len
 from kernels.native.decode_attention import DecodeAttention, Queries, supports
 from kernels.paged_attention import write_kv
-from kvstore.handle.copies import runs_of
-from kvstore.types import BlockId
+from kvstore.types import BlockId, runs_of
 
 MIN_RUN = 8  # blocks, on average: shorter runs are gathered by one operation more, which copies twice
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from common.errors import HandshakeError
-from kvstore.handle.copies import HeadCopy
-from kvstore.layout import DTYPE_BYTES, PoolGeometry, Shard
+from kvstore.layout import DTYPE_BYTES, HeadCopy, PoolGeometry, Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import TransferError
-from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard
 from kvstore.handle.head_split import are_of_one_worker, split_blocks
-from kvstore.layout import PoolGeometry
+from kvstore.layout import HeadCopy, PoolGeometry
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.transport import BlockPull, Blocks, ReadBlocks, SourcePart
 

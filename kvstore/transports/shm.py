@@ -17,12 +17,11 @@ import numpy as np
 
 from common.errors import TransferError
 from common.wings import from_wing
-from kvstore.handle.copies import merged_runs
 from kvstore.handle.handle import PeerShard, PoolInfo, PoolName, rows_at
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, fetch_pool, map_fd
 from kvstore.transports.transport import BlockPull, Blocks, LocalPool, Reader, Transport, pull_parts
-from kvstore.types import BlockId, Epoch
+from kvstore.types import BlockId, Epoch, merged_runs
 
 NAME = "shm"
 MAX_MAPPINGS = 64

@@ -20,8 +20,8 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard, PoolInfo
+from kvstore.layout import HeadCopy
 from kvstore.pool.digest import digest_rows
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shared_memory import DescriptorServer, blocks_over, create_memfd, map_fd, reopen_read_only

@@ -7,7 +7,7 @@ import pytest
 
 PROBE = "import sys, importlib; [importlib.import_module(name) for name in sys.argv[1:]]; print(*sys.modules)"
 PURE = [
-    "pool.block_hash", "pool.block_pool", "pool.index", "pool.leases", "handle.copies", "layout",
+    "pool.block_hash", "pool.block_pool", "pool.index", "pool.leases", "layout",
     "types",
 ]  # fmt: skip
 with_tier = pytest.mark.wing("kvstore.tier")

@@ -10,7 +10,7 @@ from common.errors import TransferError
 from engine.cuda_ipc.device_memory import tensor_over
 from kernels.kv_copies import kernels_for
 from kernels.kv_copies.kv_copy import WordCopy
-from kvstore.handle.copies import HeadCopy
+from kvstore.layout import HeadCopy
 from kvstore.pool.digest import WORD_BYTES
 from kvstore.transports.cuda_ipc import cuda_memory
 from kvstore.transports.cuda_ipc.cuda_memory import CudaMemory

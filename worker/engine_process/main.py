@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = FrameSocket(socket.socket(fileno=args.fd))
-    beat = _heartbeat(args.heartbeat_fd)
+    beat = call_wing("worker.hangs.heartbeat:beat_for", args.heartbeat_fd) or (lambda: None)
     try:
         [start] = link.receive(60.0)
         assert isinstance(start, Start)  # the front sends it first, and waits
@@ -89,17 +89,6 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     link.send(Ready(info.SerializeToString(), sockets, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
     return EngineProcess(link, engine, leases, prompt_leases, loads, beat, adjust_cores)
-
-
-def _heartbeat(descriptor: int | None) -> Callable[[], None]:
-    """What says that this process makes progress, to a front that watches for hangs."""
-    if descriptor is None:
-        return lambda: None
-    from worker.hangs.heartbeat import Heartbeat
-
-    heartbeat = Heartbeat(descriptor)
-    os.close(descriptor)
-    return heartbeat.beat
 
 
 def _end_process(reason: str) -> None:

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from common.errors import ConfigError, TransferError
 from engine.gpu.pinning import pin
-from kvstore.handle.copies import merged_runs
 from kvstore.pool.digest import WORD_BYTES, digest_weights
 from kvstore.transports.transport import Blocks
-from kvstore.types import BlockId
+from kvstore.types import BlockId, merged_runs
 
 logger = logging.getLogger("engine")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from typing import BinaryIO
 
 COUNTER_BYTES = 8
@@ -33,3 +34,12 @@ class Heartbeat:
 
     def read(self) -> int:
         return self._memory[0]
+
+
+def beat_for(descriptor: int | None) -> Callable[[], None] | None:
+    """What tells the front that passed `descriptor` of progress; None: no front watches."""
+    if descriptor is None:
+        return None
+    heartbeat = Heartbeat(descriptor)
+    os.close(descriptor)
+    return heartbeat.beat

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.errors import TransferError
 from kernels.kv_copies import kernels_for
-from kvstore.handle.copies import HeadCopy
+from kvstore.layout import HeadCopy
 from kvstore.pool.digest import WORD_BYTES
 from kvstore.transports.nccl.library import nccl_library, poll_until
 from kvstore.transports.nccl.reader import OWNER, Link

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import TransferError
-from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard, PoolInfo, PoolName, rows_at
+from kvstore.layout import HeadCopy
 from kvstore.transports.cuda_ipc.held_server import fetch_held
 from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import BlockId

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import TransferError, UnavailableError
-from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard, PoolName
+from kvstore.layout import HeadCopy
 from kvstore.transports.nccl.connection import REPLY_SECONDS, Connection, RefusedError
 from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import BlockId, Epoch

@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import TransferError
-from kvstore.handle.copies import runs_of
 from kvstore.handle.handle import PeerShard
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.nixl.agent import NixlAgent, NixlRead, RemoteAgent, Span, agent_name
 from kvstore.transports.shm import rows_of_lease
 from kvstore.transports.transport import BlockPull, Blocks, LocalPool, Reader, SourcePart, Transport
-from kvstore.types import Epoch, WorkerId
+from kvstore.types import Epoch, WorkerId, runs_of
 
 NAME = "nixl"
 PIECE_BYTES = 16 << 20

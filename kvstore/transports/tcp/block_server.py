@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 from common.errors import MiniInferError
 from common.logging import RateLimit
-from kvstore.handle.copies import runs_of
 from kvstore.transports.tcp.tcp_server import TcpServer
-from kvstore.types import BlockId
+from kvstore.types import BlockId, runs_of
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())

@@ -18,11 +18,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from common.errors import TransferError
-from kvstore.handle.copies import runs_of
 from kvstore.handle.handle import PeerShard
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.sockets import has_gone
 from kvstore.transports.transport import BlockPull, Blocks, LocalPool, Reader, Transport, pull_parts
+from kvstore.types import runs_of
 from protos import kvstore_pb2
 
 MAX_STREAMS = 4  # of a pull

@@ -16,10 +16,9 @@ import torch
 
 from common.errors import HandshakeError, TransferError
 from engine.windows.layout import windowed_attention
-from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerShard, ShardAddress
 from kvstore.handle.head_split import ShardPart, are_of_one_worker, split_blocks
-from kvstore.layout import PoolGeometry, Shard, full_attention
+from kvstore.layout import HeadCopy, PoolGeometry, Shard, full_attention
 from kvstore.transports import head_parts
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.reader import CudaIpcReader

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from common.errors import HandshakeError, MiniInferError, TransferError
-from kvstore.handle.copies import HeadCopy
 from kvstore.handle.handle import PeerLease
+from kvstore.layout import HeadCopy
 from kvstore.pool.digest import digest_blocks
 from kvstore.transports.client import KvClient
 from kvstore.transports.cuda_ipc.held_server import HeldServer
