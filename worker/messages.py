@@ -1,6 +1,7 @@
 """Messages between a worker's front and its engine process: typed, and lists in msgpack.
 
-Types of other modules travel as they are: settings, log-probabilities, KV handles and leases; a request as its bytes.
+Types of other modules travel as they are: settings, log-probabilities, KV handles and leases. What the front only
+passes on, between routers and the engine process, is bytes of protobuf.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
 from engine.config import EngineConfig, GpuConfig
 from engine.request import FinishReason, RequestId, TokenId, TokenLogprobs
 from kvstore.handle.handle import KvHandle
@@ -105,19 +105,6 @@ class Failed(Message):
     reason: str
 
 
-class RequestTimes(Row):
-    """Fields of the protobuf message of this name."""
-
-    queue_seconds: float = 0.0
-    kv_pull_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    num_cached_tokens: int = 0
-    num_pulled_tokens: int = 0
-    transport: str = ""
-    kv_pull_failed: bool = False
-    num_prefetched_tokens: int = 0
-
-
 class Delta(Row):
     """Output of one step for one request."""
 
@@ -128,7 +115,7 @@ class Delta(Row):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     handle: KvHandle | None = None  # with PREFILLED
-    times: RequestTimes | None = None  # with the first delta
+    times: bytes | None = None  # protobuf's RequestTimes, with the first delta
     num_draft_tokens: int = 0  # these two with the last one
     num_accepted_tokens: int = 0
 
@@ -139,24 +126,6 @@ class KvOffer(Row):
     request_id: RequestId
     handle: KvHandle
     block_keys: list[BlockKey]
-
-
-class Failure(Row):
-    """status: a name of the exception table; param: the field that the client got wrong."""
-
-    request_id: RequestId
-    status: str
-    message: str
-    param: str = ""
-    error_code: str = ""
-
-    @classmethod
-    def of(cls, request_id: RequestId, error: MiniInferError) -> Failure:
-        """Describe an exception."""
-        param = error_code = None
-        if isinstance(error, InvalidRequestError):
-            param, error_code = error.param, error.code
-        return cls(request_id, mapping_for(error).grpc_status, public_message(error), param or "", error_code or "")
 
 
 class Pull(Row):
@@ -170,41 +139,19 @@ class Pull(Row):
     seconds: float = 0.0
 
 
-class EngineLoad(Row):
-    """The engine's part of LoadReport; the names are the protobuf message's."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_swapped: int = 0
-    num_loading: int = 0
-    num_leases: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_free: int = 0
-    kv_blocks_cached: int = 0
-    waiting_prefill_tokens: int = 0
-    num_steps: int = 0
-    step_seconds: float = 0.0  # 0: no step ran since the last report
-    step_prefill_tokens: int = 0
-    step_decode_tokens: int = 0
-    step_context_tokens: int = 0
-    step_prompt_pairs: int = 0
-    waiting_prefill_pairs: int = 0
-    context_tokens: int = 0
-
-
 class StepReport(Message):
     """Everything that one turn of the engine process's loop did; the loop fills it in."""
 
     deltas: list[Delta] = []
     offers: list[KvOffer] = []
-    failures: list[Failure] = []
+    failures: list[tuple[RequestId, bytes]] = []  # protobuf's Failure, but for the id
     granted: list[Lease] = []
     ended_leases: list[LeaseId] = []
     staged: list[tuple[LeaseId, int, list[BlockId] | None]] = []  # from which position on; rows, None without room
     pulls: list[Pull] = []
     stored: list[BlockKey] = []
     removed: list[BlockKey] = []
-    load: EngineLoad = msgspec.field(default_factory=EngineLoad)
+    load: bytes = b""  # protobuf's LoadReport, of the engine's part
     preemptions: int = 0  # this and the next two: totals since the start
     prefix_queries: int = 0
     prefix_hits: int = 0

@@ -1,7 +1,7 @@
-"""Protobuf messages of routers as the types of the engine, and the engine process's messages as routers read them.
+"""Protobuf messages of routers as the types of the engine, and what became of requests as routers read it.
 
-The engine process decodes requests, the front encodes what became of them. Requests and sampling parameters are
-converted by the names of their fields: one that the protobuf message and the other type both have needs nothing here.
+Requests and sampling parameters are converted by the names of their fields: one that the protobuf message and the
+other type both have needs nothing here.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Any
 
 from google.protobuf.message import Message as Protobuf
 from msgspec import to_builtins
-from msgspec.structs import asdict as struct_fields
 
-from common.process import Resident
+from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
 from common.token_ids import unpack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams
 from kvstore.handle.handle import KvHandle
 from kvstore.types import Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
-from worker.messages import Delta, EngineLoad, Failure, KvOffer
+from worker.messages import Delta, KvOffer
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -95,7 +94,7 @@ def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
     if delta.handle is not None:
         message.kv_handle.CopyFrom(pb.KvHandle(**asdict(delta.handle)))
     if delta.times is not None:
-        message.times.CopyFrom(pb.RequestTimes(**struct_fields(delta.times)))
+        message.times.CopyFrom(pb.RequestTimes.FromString(delta.times))
     if delta.num_draft_tokens:
         message.num_draft_tokens, message.num_accepted_tokens = delta.num_draft_tokens, delta.num_accepted_tokens
     return message
@@ -107,19 +106,10 @@ def kv_offer(offer: KvOffer, request_id: str) -> pb.KvOffer:
     return pb.KvOffer(kv_handle=handle, block_keys=offer.block_keys, request_id=request_id)
 
 
-def failure_of(failure: Failure, request_id: str) -> pb.Failure:
-    """`request_id`: the router's. A status that protobuf's Failure does not have is internal."""
-    code = FAILURE_CODES.get(failure.status, pb.FAILURE_CODE_INTERNAL)
-    return pb.Failure(
-        request_id=request_id, code=code, message=failure.message, param=failure.param, error_code=failure.error_code
-    )
-
-
-def load_report(load: EngineLoad, front: Resident, engine: Resident) -> pb.LoadReport:
-    """front, engine: memory of the worker's two processes."""
-    return pb.LoadReport(
-        **struct_fields(load),
-        front_private_bytes=front.private_bytes,
-        engine_private_bytes=engine.private_bytes,
-        engine_shared_bytes=engine.shared_bytes,
-    )
+def failure_of(error: MiniInferError, request_id: str = "") -> pb.Failure:
+    """Describe an exception. A status that protobuf's Failure does not have is internal."""
+    code = FAILURE_CODES.get(mapping_for(error).grpc_status, pb.FAILURE_CODE_INTERNAL)
+    failure = pb.Failure(request_id=request_id, code=code, message=public_message(error))
+    if isinstance(error, InvalidRequestError):
+        failure.param, failure.error_code = error.param or "", error.code or ""
+    return failure

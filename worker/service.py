@@ -21,7 +21,7 @@ from common.errors import ConfigError, UnavailableError
 from common.logging import report_end, setup_logging
 from common.net.hosts import with_port
 from common.net.rpc import RpcServer
-from common.process import TRIM_SECONDS, resident, share_one_heap, trim_heap
+from common.process import TRIM_SECONDS, share_one_heap, trim_heap
 from common.wings import from_wing, require_wing
 from engine.config import EngineConfig, GpuConfig
 from protos import types_pb2 as pb
@@ -155,7 +155,7 @@ async def _watch(
             return 1
         if now >= next_trim:
             trim_heap()
-            front.memory = resident(), resident(engine.pid)
+            front.measure_memory()
             next_trim = now + TRIM_SECONDS
         front.heartbeat()
         if serving != front.is_serving:

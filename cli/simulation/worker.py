@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from msgspec.structs import asdict as struct_fields
-
 from cli.simulation.clock import Clock
 from engine.engine import Engine
 from engine.host_tier.kv_manager import TieredKVManager
@@ -173,8 +171,7 @@ class SimulatedWorker:
 
     def view(self) -> WorkerView:
         """The worker as the router sees it, whose own count has what a report lacks."""
-        load = engine_load(self.engine, self.engine.load(), StepStats(), num_leases=0)
-        report = pb.LoadReport(**struct_fields(load))
+        report = engine_load(self.engine, self.engine.load(), StepStats(), num_leases=0)
         return worker_view(
             self.worker_id, self.role, self._spec.max_num_seqs, report, self.rates, self.backlog, self.num_legs,
             self.num_expected, self._clock.now,

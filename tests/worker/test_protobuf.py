@@ -15,17 +15,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, OverloadedError, TransferError
 from common.model_files import resolve_model
-from common.process import Resident
 from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId, SamplingParams, TokenLogprobs
 from protos import types_pb2 as pb
 from router.features import COMPLETION_BODY
 from router.workers.model_workers import ModelLimits
-from worker.messages import Delta, EngineLoad, Failure, RequestTimes
-from worker.protobuf import FAILURE_CODES, failure_of, load_report, request_of, sampling_params, token_delta
+from worker.messages import Delta
+from worker.protobuf import failure_of, request_of, sampling_params, token_delta
 
 # Of every field a value that is not its default. Floats are exact in 32 bits.
 SAMPLING: dict[str, Any] = {
@@ -123,26 +122,15 @@ def test_what_the_dataclass_refuses_is_refused() -> None:
         sampling_params(pb.SamplingParams(max_tokens=1, top_k=-1))
 
 
-@pytest.mark.parametrize(("struct", "message"), [(EngineLoad, pb.LoadReport), (RequestTimes, pb.RequestTimes)])
-def test_structs_that_become_messages_have_their_names(struct: Any, message: Any) -> None:
-    assert set(struct.__struct_fields__) <= names_of(message)
-
-
-def test_a_load_report() -> None:
-    load = load_report(EngineLoad(num_running=3, step_seconds=0.5), Resident(1, 2), Resident(3, 4))
-    assert load == pb.LoadReport(
-        num_running=3, step_seconds=0.5, front_private_bytes=1, engine_private_bytes=3, engine_shared_bytes=4,
-    )  # fmt: skip
-
-
 def test_a_delta_with_everything() -> None:
     logprobs = [TokenLogprobs(5, -0.5, 1, (5, 6), (-0.5, -1.5))]
-    times = RequestTimes(queue_seconds=0.5, transport="shm")
-    delta = Delta(RequestId("r.0"), [5], FinishReason.STOP, 5, logprobs, logprobs * 2, None, times)
+    times = pb.RequestTimes(queue_seconds=0.5, transport="shm")
+    reason, given = FinishReason.STOP, times.SerializeToString()
+    delta = Delta(RequestId("r.0"), [5], reason, 5, logprobs, logprobs * 2, None, given)
     entry = pb.TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top_token_ids=[5, 6], top_logprobs=[-0.5, -1.5])
     assert token_delta(msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=Delta), "r") == pb.TokenDelta(
         request_id="r", token_ids=[5], finish_reason=pb.FINISH_REASON_STOP, stop_token_id=5, logprobs=[entry],
-        prompt_logprobs=[entry, entry], times=pb.RequestTimes(queue_seconds=0.5, transport="shm"),
+        prompt_logprobs=[entry, entry], times=times,
     )  # fmt: skip
 
 
@@ -152,10 +140,9 @@ def test_every_finish_reason_has_a_code(reason: FinishReason | None) -> None:
     assert token_delta(Delta(RequestId("a"), [], reason), "a").finish_reason == pb.FinishReason.Value(name)
 
 
-def test_a_status_that_routers_do_not_know_is_internal() -> None:
-    name = RequestId("r.0")
-    for status, code in FAILURE_CODES.items():
-        assert failure_of(Failure(name, status, "why", "field", "code"), "r") == pb.Failure(
-            request_id="r", code=code, message="why", param="field", error_code="code"
-        )
-    assert failure_of(Failure(name, "ABORTED", "why"), "r").code == pb.FAILURE_CODE_INTERNAL
+def test_failures_say_what_the_client_got_wrong() -> None:
+    assert failure_of(InvalidRequestError("why", "field", "code"), "r") == pb.Failure(
+        request_id="r", code=pb.FAILURE_CODE_INVALID_ARGUMENT, message="why", param="field", error_code="code"
+    )
+    assert failure_of(OverloadedError("why")).code == pb.FAILURE_CODE_RESOURCE_EXHAUSTED
+    assert failure_of(TransferError("why")).code == pb.FAILURE_CODE_INTERNAL  # a status that routers do not know

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from engine.engine import Engine
 from engine.request import Request, SchedulerLoad
 from engine.scheduled_step import StepStats
-from worker.messages import EngineLoad, Pull, RequestTimes, StepReport
+from protos import types_pb2 as pb
+from worker.messages import Pull, StepReport
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class OpenRequest:
     started: float = 0.0  # its first step or its pull; 0: it still waits
     reported: bool = False
     part_digests: list[list[int]] = field(default_factory=list)  # of each rank, of blocks leased while it computes
-    times: RequestTimes = field(default_factory=RequestTimes)
+    times: pb.RequestTimes = field(default_factory=pb.RequestTimes)
 
     def start_pull(self, num_tokens: int, now: float) -> None:
         self.started = now
@@ -33,7 +34,7 @@ class OpenRequest:
         if not pull.ok:
             self.times.num_pulled_tokens = 0
 
-    def take_times(self, now: float) -> RequestTimes | None:
+    def take_times(self, now: float) -> pb.RequestTimes | None:
         """Return how the time to the first delta was spent; None after that."""
         if self.reported:
             return None
@@ -48,15 +49,16 @@ class OpenRequest:
 def add_figures(report: StepReport, engine: Engine, num_leases: int, step: StepStats) -> None:
     """Fill in the engine's figures. step: the one that has ended since the last report."""
     load, stats = engine.load(), engine.kv.stats
-    report.load = engine_load(engine, load, step, num_leases)
+    report.load = engine_load(engine, load, step, num_leases).SerializeToString()
     report.preemptions = load.num_preemptions
     report.prefix_queries, report.prefix_hits = stats.queried_tokens, stats.hit_tokens
     report.figures = engine.figures()
 
 
-def engine_load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> EngineLoad:
+def engine_load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> pb.LoadReport:
+    """The engine's part of what routers are told of the load."""
     pool = engine.kv.pool
-    return EngineLoad(
+    return pb.LoadReport(
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_swapped=load.num_swapped,

@@ -26,7 +26,6 @@ from worker.kv.kv_loads import KvLoads
 from worker.messages import (
     Cancel,
     Delta,
-    Failure,
     HandOver,
     Prefetch,
     Release,
@@ -37,7 +36,7 @@ from worker.messages import (
     Submit,
     ToEngine,
 )  # fmt: skip
-from worker.protobuf import handle_of, request_of
+from worker.protobuf import failure_of, handle_of, request_of
 
 logger = logging.getLogger("engine")
 logger.addFilter(RateLimit())
@@ -164,7 +163,7 @@ class EngineProcess:
                 request.kv_source, request.num_source_tokens = lease, lease.num_tokens
             self._engine.submit(request)
         except MiniInferError as error:
-            self._report.failures.append(Failure.of(request_id, error))
+            self._fail(request_id, error)
             self._loads.abandon(lease)
             return
         deadline = now + submit.deadline_seconds if submit.deadline_seconds > 0 else inf
@@ -184,9 +183,12 @@ class EngineProcess:
         self._next_deadline_check = now + 0.1
         for request_id in [name for name, entry in self._open.items() if entry.deadline < now]:
             self._cancel(request_id)
-            self._report.failures.append(Failure.of(request_id, DeadlineExceededError("deadline exceeded")))
+            self._fail(request_id, DeadlineExceededError("deadline exceeded"))
 
     # -- reports ---------------------------------------------------------------------------------------------
+
+    def _fail(self, request_id: RequestId, error: MiniInferError) -> None:
+        self._report.failures.append((request_id, failure_of(error).SerializeToString()))
 
     def _add_output(self, output: RequestOutput) -> None:
         request, now = output.request, time.monotonic()
@@ -196,15 +198,16 @@ class EngineProcess:
         if output.error is not None or output.finish_reason is not None:
             del self._open[request.request_id]
         if output.error is not None:
-            self._report.failures.append(Failure.of(request.request_id, _error_of(output.error)))
+            self._fail(request.request_id, _error_of(output.error))
             return
         handle = None
         if output.finish_reason is FinishReason.PREFILLED:
             lease, handle = self._prompt_leases.lease_prompt(entry, now)
             self._report.granted.append(lease)
+        times = entry.take_times(now)
         delta = Delta(
             request.request_id, output.new_token_ids, output.finish_reason, output.stop_token_id,
-            output.logprobs, output.prompt_logprobs, handle, entry.take_times(now),
+            output.logprobs, output.prompt_logprobs, handle, None if times is None else times.SerializeToString(),
         )  # fmt: skip
         if output.finish_reason is not None:
             delta.num_draft_tokens, delta.num_accepted_tokens = request.num_draft_tokens, request.num_accepted_tokens

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import EngineError, MiniInferError, UnavailableError, traceback_text
 from common.logging import RateLimit
-from common.process import Resident
+from common.process import resident
 from common.wings import call_wing
 from engine.request import RequestId
 from kvstore.pool.leases import LeaseTable
@@ -24,8 +24,8 @@ from kvstore.types import BlockKey, Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.front.engine_client import EngineClient
 from worker.front.sessions import EventLog, Session, kv_handles
-from worker.messages import Cancel, EngineLoad, Failure, HandOver, Prefetch, Release, StepReport, Submit
-from worker.protobuf import failure_of, handle_of, kv_offer, load_report, token_delta
+from worker.messages import Cancel, HandOver, Prefetch, Release, StepReport, Submit
+from worker.protobuf import failure_of, handle_of, kv_offer, token_delta
 
 if TYPE_CHECKING:
     from worker.drains.drain import Drain
@@ -44,8 +44,8 @@ class WorkerFront:
         self.drain: Drain | None = call_wing("worker.drains.drain:Drain")
         self.out_of_service = ""  # the reason, while streams are refused
         self.leases = LeaseTable(Epoch(info.epoch))  # as of the last report
-        self.memory = Resident(), Resident()  # of this process and the engine process, now and then
-        self._load: EngineLoad | None = None  # None: the engine process has not reported yet
+        self.load = pb.LoadReport()  # of the engine, as it has reported
+        self._memory = pb.LoadReport()  # of both processes
         self._engine = engine
         self._events = EventLog()
         self._sessions: set[Session] = set()
@@ -116,8 +116,7 @@ class WorkerFront:
         self._engine.send(Submit(name, submit.SerializeToString()))
 
     def _refuse(self, session: Session, request_id: str, error: MiniInferError) -> None:
-        refusal = failure_of(Failure.of(RequestId(request_id), error), request_id)
-        session.send(pb.StepReport(failures=[refusal], load=self._load_report()))
+        session.send(pb.StepReport(failures=[failure_of(error, request_id)], load=self._load_report()))
 
     def _cancel(self, session: Session, request_id: str) -> None:
         name = session.names.pop(request_id, None)
@@ -170,7 +169,7 @@ class WorkerFront:
             self.leave_service("the worker's engine stopped")
 
     def _apply(self, report: StepReport) -> None:
-        self._load = report.load
+        self.load = pb.LoadReport.FromString(report.load)
         for lease in report.granted:
             self.leases.adopt(lease)
         for lease_id in report.ended_leases:
@@ -193,12 +192,12 @@ class WorkerFront:
             reports[session].deltas.append(token_delta(delta, request_id))
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
-        for failure in report.failures:
-            owner = self._owner.get(failure.request_id)
+        for name, failure in report.failures:
+            owner = self._owner.get(name)
             if owner is not None:
                 session, request_id = owner
-                reports[session].failures.append(failure_of(failure, request_id))
-                self._forget(failure.request_id)
+                reports[session].failures.add(request_id=request_id).MergeFromString(failure)
+                self._forget(name)
         self._send(reports, self._events.append(report.stored, report.removed), time.monotonic())
         for listener in self.listeners:
             listener(report)
@@ -222,13 +221,23 @@ class WorkerFront:
                 self._release(kv_handles(report))
                 session.close("the router does not keep up")
 
+    def measure_memory(self) -> None:
+        """Look up what both processes take."""
+        own, engine = resident(), resident(self._engine.pid)
+        self._memory = pb.LoadReport(
+            front_private_bytes=own.private_bytes, engine_private_bytes=engine.private_bytes,
+            engine_shared_bytes=engine.shared_bytes,
+        )  # fmt: skip
+
     def heartbeat(self) -> None:
         """Tell routers that this worker lives, also while a long step runs. Called a few times a second."""
-        if self._load is not None and not self.out_of_service:
+        if self.load.kv_blocks_total and not self.out_of_service:  # the engine has reported
             self._send(defaultdict(pb.StepReport), [], time.monotonic())
 
     def _load_report(self) -> pb.LoadReport:
-        report = load_report(self._load or EngineLoad(), *self.memory)
+        report = pb.LoadReport()
+        report.CopyFrom(self.load)
+        report.MergeFrom(self._memory)
         if self.drain is not None:
             self.drain.tell(report)
         return report

@@ -8,8 +8,9 @@ from common.metrics import MetricSet, MetricSpec, export_start_time, wing_specs
 from common.metrics_port.pulse import Pulse
 from common.metrics_port.server import serve_scrapes
 from common.net.rpc import RpcServer
+from protos import types_pb2 as pb
 from worker.front.front import WorkerFront
-from worker.messages import EngineLoad, Pull, StepReport
+from worker.messages import Pull, StepReport
 from worker.metrics_port.metrics import METRICS
 
 BLOCK_STATES = ("free", "cached", "used")
@@ -60,7 +61,7 @@ class WorkerMetrics:
             if total != self._totals[name]:  # few change in a step
                 counter.inc(total - self._totals[name])
                 self._totals[name] = total
-        load = report.load
+        load = pb.LoadReport.FromString(report.load)
         for name, gauge in self._load.items():
             gauge.set(getattr(load, name))
         total, free, cached = load.kv_blocks_total, load.kv_blocks_free, load.kv_blocks_cached
@@ -79,7 +80,7 @@ class WorkerMetrics:
         """Answer scrapes and health checks until the process ends. Raises ConfigError when the port is taken."""
         serve_scrapes(self._set.render, host, port, Pulse(server))
 
-    def _observe_step(self, load: EngineLoad) -> None:
+    def _observe_step(self, load: pb.LoadReport) -> None:
         self._prefill_tokens.inc(load.step_prefill_tokens)
         self._decode_tokens.inc(load.step_decode_tokens)
         self._step_tokens.observe(load.step_prefill_tokens + load.step_decode_tokens)

@@ -107,6 +107,7 @@ def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go() -> Non
     parts, peers = assemble(EngineConfig("dry-run", num_gpu_blocks=64)), Peers()
     link = Link([[Submit(RequestId("a"), message.SerializeToString())], [Stop()]])
     EngineProcess(link, parts.engine, peers, peers, peers, lambda: None).run()  # type: ignore[arg-type]
-    [failure] = [failure for report in link.reports for failure in report.failures]
-    assert (failure.request_id, failure.status, failure.param) == ("a", "INVALID_ARGUMENT", "temperature")
+    [(request_id, data)] = [failure for report in link.reports for failure in report.failures]
+    failure = pb.Failure.FromString(data)
+    assert (request_id, failure.code, failure.param) == ("a", pb.FAILURE_CODE_INVALID_ARGUMENT, "temperature")
     assert [handle.lease_id for handle in peers.abandoned] == ["lease"]

@@ -13,7 +13,7 @@ from engine.config import EngineConfig, GpuConfig
 from kvstore.transports.sockets import pack
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
-from worker.messages import EngineLoad, Failed, Start, StepReport, Stop
+from worker.messages import Failed, Start, StepReport, Stop
 
 
 def start_instead(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ async def test_an_engine_that_ends_while_loading_is_explained(
 
 async def test_an_engine_that_ends_later_is_heard() -> None:
     reader = asyncio.StreamReader()
-    report = StepReport(load=EngineLoad(num_steps=1))
+    report = StepReport(load=b"unread")
     reader.feed_data(pack(report) + pack(Failed("told to fail")))
     missing: Any = None
     reports = EngineClient(missing, missing, missing, reader, missing).reports()

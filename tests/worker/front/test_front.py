@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +22,6 @@ from worker.front.front import WorkerFront
 from worker.messages import (
     Cancel,
     Delta,
-    EngineLoad,
     KvOffer,
     Prefetch,
     Release,
@@ -38,6 +38,8 @@ SAMPLING = pb.SamplingParams(max_tokens=1)
 
 class EngineProcess:
     """Writes down what it is told; reports come from the test."""
+
+    pid = os.getpid()
 
     def __init__(self) -> None:
         self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
@@ -57,12 +59,12 @@ class EngineProcess:
     def prefilled(self, request_id: RequestId) -> None:
         """Report the first token and the handle."""
         delta = Delta(request_id, [5], FinishReason.PREFILLED, handle=HANDLE)
-        self.to_front.put_nowait(StepReport([delta], load=EngineLoad(num_steps=1)))
+        self.to_front.put_nowait(StepReport([delta]))
 
     def offers(self, request_id: RequestId) -> None:
         """Report a part of the prompt."""
         offer = KvOffer(request_id, HANDLE, [BlockKey(b"key")])
-        self.to_front.put_nowait(StepReport(offers=[offer], load=EngineLoad(num_steps=1)))
+        self.to_front.put_nowait(StepReport(offers=[offer]))
 
     async def until_sent(self, *messages: ToEngine) -> None:
         await until(lambda: len(self.others) >= len(messages))
@@ -155,6 +157,29 @@ async def test_a_router_that_does_not_keep_up_loses_its_stream(
     assert attached.engine.others == [*open_on_close, RELEASE]
     with pytest.raises(UnavailableError, match="keep up"):
         await asyncio.wait_for(anext(attached.reports), 60)
+
+
+async def test_a_failure_ends_the_request_under_the_routers_id(attached: Attached) -> None:
+    failure = pb.Failure(code=pb.FAILURE_CODE_INVALID_ARGUMENT, message="why", param="temperature")
+    request_id = await attached.submit()
+    attached.engine.to_front.put_nowait(StepReport(failures=[(request_id, failure.SerializeToString())]))
+    while not (report := await asyncio.wait_for(anext(attached.reports), 60)).failures:
+        pass
+    failure.request_id = "r"
+    assert list(report.failures) == [failure]
+    assert attached.front.num_open_requests == 0
+
+
+async def test_what_routers_are_told_of_the_load_is_the_engines_and_both_processes_memory(attached: Attached) -> None:
+    await attached.submit()
+    attached.front.measure_memory()
+    load = pb.LoadReport(num_running=3, kv_blocks_total=10)
+    attached.engine.to_front.put_nowait(StepReport(load=load.SerializeToString()))
+    await until(lambda: attached.front.load == load)
+    attached.front.heartbeat()
+    told = (await asyncio.wait_for(anext(attached.reports), 60)).load
+    assert (told.num_running, told.kv_blocks_total) == (3, 10)
+    assert min(told.front_private_bytes, told.engine_private_bytes) > 0
 
 
 async def test_a_router_whose_command_meets_a_bug_loses_its_stream(

@@ -10,9 +10,10 @@ from common.metrics import counter, gauge, histogram
 from engine.request import RequestId
 from protos import types_pb2 as pb
 from worker.front.front import WorkerFront
-from worker.messages import EngineLoad, Pull, StepReport
+from worker.messages import Pull, StepReport
 from worker.metrics_port.worker_metrics import WorkerMetrics
 
+IDLE = pb.LoadReport(kv_blocks_total=10).SerializeToString()
 INFO = pb.WorkerInfo(model="m", role="decode", worker_id="d", transports=["shm", "tcp"])
 
 
@@ -29,18 +30,18 @@ def value(metrics: WorkerMetrics, name: str, *labels: str) -> float:
 
 
 def report(**fields: object) -> StepReport:
-    load = EngineLoad(
+    load = pb.LoadReport(
         num_running=3, num_loading=2, kv_blocks_total=10, kv_blocks_free=4, kv_blocks_cached=1, step_seconds=0.02,
         step_prefill_tokens=7, step_decode_tokens=3,
     )  # fmt: skip
-    return StepReport(load=load, **fields)  # type: ignore[arg-type]
+    return StepReport(load=load.SerializeToString(), **fields)  # type: ignore[arg-type]
 
 
 def test_a_step_is_observed_once() -> None:
     metrics = make()
     metrics.observe(report(preemptions=2, prefix_hits=32))
     metrics.observe(report(preemptions=3, prefix_hits=32))
-    metrics.observe(StepReport(load=EngineLoad(kv_blocks_total=10), preemptions=3, prefix_hits=32))
+    metrics.observe(StepReport(load=IDLE, preemptions=3, prefix_hits=32))
     assert value(metrics, "vllm:num_preemptions_total") == 3
     assert value(metrics, "vllm:prefix_cache_hits_total") == 32
     assert value(metrics, "mini_infer_step_tokens_total", 'phase="prefill"') == 14
@@ -51,7 +52,7 @@ def test_a_step_is_observed_once() -> None:
 
 def test_gauges_are_those_of_the_last_report() -> None:
     metrics = make()
-    metrics.observe(StepReport(load=EngineLoad(kv_blocks_total=10)))
+    metrics.observe(StepReport(load=IDLE))
     metrics.observe(report())
     assert value(metrics, "vllm:num_requests_running") == 3
     assert value(metrics, "mini_infer_kv_loading") == 2
