@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-import msgspec
 import torch
 
 from common.net.rpc import RpcServer
-from kvstore.handle.handle import HandleWriter, KvHandle, PeerLease
+from kvstore.handle.handle import HandleWriter, PeerLease
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 from kvstore.pool.leases import LeaseTable
@@ -20,6 +19,7 @@ from kvstore.transports.tcp.block_server import BlockServer
 from kvstore.transports.tcp.service import PoolView, TcpTransferService
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2_grpc
+from protos import types_pb2 as pb
 from worker.config import WorkerConfig
 from worker.gpu_hand_off.staging_table import StagingTable
 from worker.kv.shared_pool import SharedPoolMemory
@@ -53,7 +53,7 @@ class Owner:
         )  # fmt: skip
         await self._server.start()
 
-    def grant(self, num_blocks: int) -> tuple[KvHandle, float]:
+    def grant(self, num_blocks: int) -> tuple[pb.KvHandle, float]:
         """A lease of `num_blocks` blocks, and the seconds that granting took."""
         self._leases.expire(time.monotonic())  # gives up those that were still being sent when they were released
         blocks = self._pool.allocate(num_blocks)
@@ -82,7 +82,7 @@ async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str,
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         handle, seconds = owner.grant(int(line))
-        print(msgspec.msgpack.encode(handle).hex(), seconds, flush=True)
+        print(handle.SerializeToString().hex(), seconds, flush=True)
 
 
 class Reader:

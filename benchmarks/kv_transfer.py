@@ -28,15 +28,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from benchmarks.harness import int_list
 from benchmarks.kv_peers import Reader, as_words, serve_owner
 from engine.host_tier.gpu_copies import HostCopies
-from kvstore.handle.handle import KvHandle, PeerLease, open_handle
+from kvstore.handle.handle import PeerLease, open_handle
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.types import BlockId, HostSlot
+from protos import types_pb2 as pb
 from worker.nccl import pool as nccl_pool
 
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
@@ -173,7 +173,7 @@ def owner_process(folder: str) -> Iterator[Ask]:
         stdin.write(f"{count}\n")
         stdin.flush()
         handle, seconds = stdout.readline().split()
-        return open_handle(msgspec.msgpack.decode(bytes.fromhex(handle), type=KvHandle)), float(seconds)
+        return open_handle(pb.KvHandle.FromString(bytes.fromhex(handle))), float(seconds)
 
     try:
         if stdout.readline() != "ready\n":

@@ -1,7 +1,7 @@
 """Messages between a worker's front and its engine process: typed, and lists in msgpack.
 
-Types of other modules travel as they are: settings, log-probabilities, KV handles and leases. What the front only
-passes on, between routers and the engine process, is bytes of protobuf.
+Types of other modules travel as they are: settings, log-probabilities and leases. What the front only passes on,
+between routers and the engine process, is bytes of protobuf.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import msgspec
 
 from engine.config import EngineConfig, GpuConfig
 from engine.request import FinishReason, RequestId, TokenId, TokenLogprobs
-from kvstore.handle.handle import KvHandle
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId, BlockKey, Epoch, LeaseId
 from worker.config import WorkerConfig
@@ -58,8 +57,7 @@ class HandOver(Message):
 class Prefetch(Message):
     """Full blocks of a prompt that a peer is computing, to be pulled before its request comes."""
 
-    handle: KvHandle
-    block_keys: list[BlockKey]  # none: its request will not come here, release the peer's lease
+    data: bytes  # protobuf's KvOffer; without keys its request will not come here
 
 
 class Renew(Message):
@@ -114,18 +112,10 @@ class Delta(Row):
     stop_token_id: int | None = None
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
-    handle: KvHandle | None = None  # with PREFILLED
+    handle: bytes | None = None  # protobuf's KvHandle, with PREFILLED
     times: bytes | None = None  # protobuf's RequestTimes, with the first delta
     num_draft_tokens: int = 0  # these two with the last one
     num_accepted_tokens: int = 0
-
-
-class KvOffer(Row):
-    """Full blocks of a prompt that is still being computed, under a lease of their own."""
-
-    request_id: RequestId
-    handle: KvHandle
-    block_keys: list[BlockKey]
 
 
 class Pull(Row):
@@ -143,8 +133,8 @@ class StepReport(Message):
     """Everything that one turn of the engine process's loop did; the loop fills it in."""
 
     deltas: list[Delta] = []
-    offers: list[KvOffer] = []
-    failures: list[tuple[RequestId, bytes]] = []  # protobuf's Failure, but for the id
+    offers: list[bytes] = []  # protobuf's KvOffers and Failures, with the engine's ids of requests
+    failures: list[bytes] = []
     granted: list[Lease] = []
     ended_leases: list[LeaseId] = []
     staged: list[tuple[LeaseId, int, list[BlockId] | None]] = []  # from which position on; rows, None without room

@@ -6,7 +6,7 @@ other type both have needs nothing here.
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from math import inf
 from typing import Any
 
@@ -16,10 +16,8 @@ from msgspec import to_builtins
 from common.errors import InvalidRequestError, MiniInferError, mapping_for, public_message
 from common.token_ids import unpack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams
-from kvstore.handle.handle import KvHandle
-from kvstore.types import Epoch, LeaseId, WorkerId
 from protos import types_pb2 as pb
-from worker.messages import Delta, KvOffer
+from worker.messages import Delta
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -72,14 +70,6 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**UNSET | {field.name: _plain(value) for field, value in message.ListFields()})
 
 
-def handle_of(message: pb.KvHandle) -> KvHandle:
-    """Convert a handle without reading its shards."""
-    return KvHandle(
-        LeaseId(message.lease_id), WorkerId(message.worker_id), Epoch(message.epoch), message.num_tokens,
-        message.lease_seconds, tuple(message.shards),
-    )  # fmt: skip
-
-
 def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
     """`request_id`: the router's."""
     message = pb.TokenDelta(
@@ -92,7 +82,7 @@ def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
     if delta.prompt_logprobs:
         message.prompt_logprobs.extend(pb.TokenLogprobs(**to_builtins(entry)) for entry in delta.prompt_logprobs)
     if delta.handle is not None:
-        message.kv_handle.CopyFrom(pb.KvHandle(**asdict(delta.handle)))
+        message.kv_handle.CopyFrom(pb.KvHandle.FromString(delta.handle))
     if delta.times is not None:
         message.times.CopyFrom(pb.RequestTimes.FromString(delta.times))
     if delta.num_draft_tokens:
@@ -100,13 +90,7 @@ def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
     return message
 
 
-def kv_offer(offer: KvOffer, request_id: str) -> pb.KvOffer:
-    """`request_id`: the router's."""
-    handle = pb.KvHandle(**asdict(offer.handle))
-    return pb.KvOffer(kv_handle=handle, block_keys=offer.block_keys, request_id=request_id)
-
-
-def failure_of(error: MiniInferError, request_id: str = "") -> pb.Failure:
+def failure_of(error: MiniInferError, request_id: str) -> pb.Failure:
     """Describe an exception. A status that protobuf's Failure does not have is internal."""
     code = FAILURE_CODES.get(mapping_for(error).grpc_status, pb.FAILURE_CODE_INTERNAL)
     failure = pb.Failure(request_id=request_id, code=code, message=public_message(error))

@@ -1,6 +1,6 @@
 """KV handles: what a worker needs to read a prompt's KV from another. The only file that knows a shard's bytes.
 
-    writer:  HandleWriter.write(lease, ...) -> KvHandle, one shard of bytes per rank
+    writer:  HandleWriter.write(lease, ...) -> protobuf's KvHandle, one shard of bytes per rank
     between: worker front, router and journal carry the handle unread; a lease is ended by its id and epoch
     reader:  open_handle(handle) -> PeerLease, checked
 
@@ -21,6 +21,7 @@ from kvstore.layout import PoolGeometry
 from kvstore.pool.block_hash import HASH_VERSION
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+from protos import types_pb2 as pb
 
 T = TypeVar("T")
 MAX_TEXT = 1024  # characters of a name or fingerprint
@@ -34,18 +35,6 @@ MAX_SHARD_BYTES = 16 << 20  # 12 a block, and room for the rest
 MAX_GROUPS = 16
 MAX_BLOCKS = 1 << 26
 MAX_POOL_BYTES = 1 << 46
-
-
-@dataclass(frozen=True, slots=True)
-class KvHandle:
-    """Under which lease of which worker a prompt's KV waits, and one opaque shard per rank of that worker."""
-
-    lease_id: LeaseId
-    worker_id: WorkerId
-    epoch: Epoch
-    num_tokens: int  # whose KV the blocks hold
-    lease_seconds: float
-    shards: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +138,16 @@ class HandleWriter:
         self._shards = shards
         self.lease_seconds = lease_seconds
 
-    def write(self, lease: Lease, num_tokens: int, digests: Sequence[Sequence[int]]) -> KvHandle:
+    def write(self, lease: Lease, num_tokens: int, digests: Sequence[Sequence[int]]) -> pb.KvHandle:
         """The handle of a lease on blocks that hold the KV of `num_tokens`; of each shard one digest per block."""
-        shards = tuple(
+        shards = [
             pack_shard(shard.geometry, shard.address, lease.block_ids, own)
             for shard, own in zip(self._shards, digests, strict=True)
-        )
-        return KvHandle(lease.lease_id, self._worker_id, lease.epoch, num_tokens, self.lease_seconds, shards)
+        ]
+        return pb.KvHandle(
+            lease_id=lease.lease_id, worker_id=self._worker_id, epoch=lease.epoch, num_tokens=num_tokens,
+            lease_seconds=self.lease_seconds, shards=shards,
+        )  # fmt: skip
 
 
 def pack_shard(
@@ -165,22 +157,21 @@ def pack_shard(
     return msgspec.msgpack.encode(_WrittenShard(FORMAT, geometry, address, ids, sums))
 
 
-def open_handle(handle: KvHandle) -> PeerLease:
+def open_handle(handle: pb.KvHandle) -> PeerLease:
     """Read what another worker wrote.
 
     Raises TransferError for a handle that is malformed or contradicts itself, HandshakeError for another version's.
     """
     if not handle.lease_id or not 1 <= len(handle.shards) <= MAX_SHARDS:
         raise TransferError("malformed KV handle")
-    shards = tuple(_unpack_shard(handle, data, rank) for rank, data in enumerate(handle.shards))
+    name = LeaseId(handle.lease_id), WorkerId(handle.worker_id), Epoch(handle.epoch)
+    shards = tuple(_unpack_shard(name, data, rank) for rank, data in enumerate(handle.shards))
     if any(len(shard.block_ids) != len(shards[0].block_ids) for shard in shards):
         raise TransferError("a KV handle whose shards hold different numbers of blocks")
-    return PeerLease(
-        handle.lease_id, handle.worker_id, handle.epoch, handle.num_tokens, handle.lease_seconds, shards
-    )  # fmt: skip
+    return PeerLease(*name, handle.num_tokens, handle.lease_seconds, shards)
 
 
-def _unpack_shard(handle: KvHandle, data: bytes, rank: int) -> PeerShard:
+def _unpack_shard(name: tuple[LeaseId, WorkerId, Epoch], data: bytes, rank: int) -> PeerShard:
     """Decode and check one shard. Raises TransferError or HandshakeError."""
     if len(data) > MAX_SHARD_BYTES:
         raise TransferError("a KV handle of impossible size")
@@ -195,16 +186,9 @@ def _unpack_shard(handle: KvHandle, data: bytes, rank: int) -> PeerShard:
     ids, digests = shard.block_ids, shard.digests
     if 2 * len(ids) != len(digests) or len(ids) % 4 or len(ids) // 4 > MAX_HANDLE_BLOCKS:
         raise TransferError("malformed KV handle")
-    return PeerShard(
-        handle.lease_id,
-        handle.worker_id,
-        handle.epoch,
-        shard.geometry,
-        shard.address,
-        cast("tuple[BlockId, ...]", tuple(np.frombuffer(ids, "<u4").tolist())),
-        tuple(np.frombuffer(digests, "<u8").tolist()),
-        rank,
-    )
+    block_ids = cast("tuple[BlockId, ...]", tuple(np.frombuffer(ids, "<u4").tolist()))
+    sums = tuple(np.frombuffer(digests, "<u8").tolist())
+    return PeerShard(*name, shard.geometry, shard.address, block_ids, sums, rank)
 
 
 def from_wire(kind: type[T], value: Any, what: str) -> T:

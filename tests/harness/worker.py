@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from protos import decode_pb2_grpc, prefill_pb2_grpc
 from protos import types_pb2 as pb
 from tests.harness.cluster import Service, free_ports, service_environment
 from tests.kvstore.helpers import as_handle, with_address
-from worker.protobuf import handle_of
 
 PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
 # Leases would last a minute: what ends soon was released.
@@ -178,8 +176,7 @@ async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], 
 
 def edited(handle: pb.KvHandle, edit: Callable[[PeerLease], PeerLease]) -> pb.KvHandle:
     """The handle with other content. Only engine processes and this test read its shards."""
-    lease = open_handle(handle_of(handle))
-    return pb.KvHandle(**asdict(as_handle(edit(lease))))
+    return as_handle(edit(open_handle(handle)))
 
 
 def by_tcp(handle: pb.KvHandle) -> pb.KvHandle:

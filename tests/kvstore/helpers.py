@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 
 from common.net.rpc import RpcServer
 from common.wings import from_wing, has_wing
-from kvstore.handle.handle import KvHandle, PeerLease, PeerShard, PoolInfo, ShardAddress, open_handle, pack_shard
+from kvstore.handle.handle import PeerLease, PeerShard, PoolInfo, ShardAddress, open_handle, pack_shard
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import Lease, LeaseTable, new_epoch
@@ -26,6 +25,7 @@ from kvstore.transports.shm import ShmReader
 from kvstore.transports.transport import BlockPull, Blocks, Reader, SourcePart
 from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
 from protos import kvstore_pb2_grpc
+from protos import types_pb2 as pb
 
 GEOMETRY = PoolGeometry(full_attention(2, 2, 8, "float32"), 8, 4, "test-model")  # blocks of 1 KB
 HAS_TCP = has_wing("kvstore.transports.tcp")
@@ -172,19 +172,22 @@ def pull_of_one(lease: PeerLease, rank: int = 0) -> BlockPull:
     return BlockPull([SourcePart(lease.shards[rank])], [0], [BlockId(0)], time.monotonic() + 60.0)
 
 
-def as_handle(lease: PeerLease) -> KvHandle:
+def as_handle(lease: PeerLease) -> pb.KvHandle:
     """What the lease's owner would have written."""
     shards = [pack_shard(each.geometry, each.address, each.block_ids, each.digests) for each in lease.shards]
-    return KvHandle(lease.lease_id, lease.worker_id, lease.epoch, lease.num_tokens, lease.lease_seconds, shards)
+    return pb.KvHandle(
+        lease_id=lease.lease_id, worker_id=lease.worker_id, epoch=lease.epoch, num_tokens=lease.num_tokens,
+        lease_seconds=lease.lease_seconds, shards=shards,
+    )  # fmt: skip
 
 
-def handle_to_hex(handle: KvHandle) -> str:
+def handle_to_hex(handle: pb.KvHandle) -> str:
     """For the standard output of an owner's process."""
-    return msgspec.msgpack.encode(handle).hex()
+    return handle.SerializeToString().hex()
 
 
 def lease_from_hex(text: str) -> PeerLease:
-    return open_handle(msgspec.msgpack.decode(bytes.fromhex(text), type=KvHandle))
+    return open_handle(pb.KvHandle.FromString(bytes.fromhex(text)))
 
 
 def num_descriptors_of(fd: int) -> int:

@@ -144,5 +144,5 @@ def test_failures_say_what_the_client_got_wrong() -> None:
     assert failure_of(InvalidRequestError("why", "field", "code"), "r") == pb.Failure(
         request_id="r", code=pb.FAILURE_CODE_INVALID_ARGUMENT, message="why", param="field", error_code="code"
     )
-    assert failure_of(OverloadedError("why")).code == pb.FAILURE_CODE_RESOURCE_EXHAUSTED
-    assert failure_of(TransferError("why")).code == pb.FAILURE_CODE_INTERNAL  # a status that routers do not know
+    assert failure_of(OverloadedError("why"), "r").code == pb.FAILURE_CODE_RESOURCE_EXHAUSTED
+    assert failure_of(TransferError("why"), "r").code == pb.FAILURE_CODE_INTERNAL  # a status that routers do not know

@@ -36,7 +36,7 @@ from worker.messages import (
     Submit,
     ToEngine,
 )  # fmt: skip
-from worker.protobuf import failure_of, handle_of, request_of
+from worker.protobuf import failure_of, request_of
 
 logger = logging.getLogger("engine")
 logger.addFilter(RateLimit())
@@ -110,7 +110,7 @@ class EngineProcess:
             self._add_output(output)
         for lease, offer in self._prompt_leases.lease_parts(outcome.prompt_chunks, self._open, time.monotonic()):
             self._report.granted.append(lease)
-            self._report.offers.append(offer)
+            self._report.offers.append(offer.SerializeToString())
         return outcome.stats
 
     def _next_wait(self, stepped: bool) -> float:
@@ -138,8 +138,8 @@ class EngineProcess:
                 self._cancel(request_id)
             case HandOver(request_id):
                 self._engine.hand_over(request_id)
-            case Prefetch(handle, block_keys):
-                self._loads.prefetch(handle, block_keys)
+            case Prefetch(data):
+                self._loads.prefetch(pb.KvOffer.FromString(data))
             case Renew(lease_id, epoch, lease_seconds):
                 self._leases.renew(lease_id, epoch, time.monotonic(), lease_seconds)
             case Release(lease_id, epoch):
@@ -155,7 +155,7 @@ class EngineProcess:
     def _submit(self, request_id: RequestId, submit: pb.Submit) -> None:
         now = time.monotonic()
         num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last is computed here
-        handle = handle_of(submit.kv_handle) if submit.HasField("kv_handle") else None
+        handle = submit.kv_handle if submit.HasField("kv_handle") else None
         lease = self._loads.accept(handle, num_tokens, request_id)
         try:
             request = request_of(submit, request_id, now)
@@ -188,7 +188,7 @@ class EngineProcess:
     # -- reports ---------------------------------------------------------------------------------------------
 
     def _fail(self, request_id: RequestId, error: MiniInferError) -> None:
-        self._report.failures.append((request_id, failure_of(error).SerializeToString()))
+        self._report.failures.append(failure_of(error, request_id).SerializeToString())
 
     def _add_output(self, output: RequestOutput) -> None:
         request, now = output.request, time.monotonic()
@@ -202,7 +202,8 @@ class EngineProcess:
             return
         handle = None
         if output.finish_reason is FinishReason.PREFILLED:
-            lease, handle = self._prompt_leases.lease_prompt(entry, now)
+            lease, written = self._prompt_leases.lease_prompt(entry, now)
+            handle = written.SerializeToString()
             self._report.granted.append(lease)
         times = entry.take_times(now)
         delta = Delta(

@@ -20,12 +20,12 @@ from common.process import resident
 from common.wings import call_wing
 from engine.request import RequestId
 from kvstore.pool.leases import LeaseTable
-from kvstore.types import BlockKey, Epoch, LeaseId
+from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.front.engine_client import EngineClient
 from worker.front.sessions import EventLog, Session, kv_handles
 from worker.messages import Cancel, HandOver, Prefetch, Release, StepReport, Submit
-from worker.protobuf import failure_of, handle_of, kv_offer, token_delta
+from worker.protobuf import failure_of, token_delta
 
 if TYPE_CHECKING:
     from worker.drains.drain import Drain
@@ -99,9 +99,9 @@ class WorkerFront:
             case "drain_noted":
                 session.num_drain_changes = command.drain_noted.num_drain_changes
             case "prefetch":
-                offer = command.prefetch
-                keys = [] if self.is_draining else [*map(BlockKey, offer.block_keys)]
-                self._engine.send(Prefetch(handle_of(offer.kv_handle), keys))
+                if self.is_draining:
+                    del command.prefetch.block_keys[:]
+                self._engine.send(Prefetch(command.prefetch.SerializeToString()))
 
     def _submit(self, session: Session, submit: pb.Submit) -> None:
         if self.is_draining:
@@ -175,28 +175,28 @@ class WorkerFront:
         for lease_id in report.ended_leases:
             self.leases.release(lease_id, self.leases.epoch)
         reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
-        for offer in report.offers:
-            owner = self._owner.get(offer.request_id)
+        for offer in map(pb.KvOffer.FromString, report.offers):
+            owner = self._owner.get(RequestId(offer.request_id))
             if owner is None:  # cancelled while the step ran
-                self._engine.send(Release(offer.handle.lease_id, offer.handle.epoch))
+                self._release([offer.kv_handle])
                 continue
-            session, request_id = owner
-            reports[session].kv_offers.append(kv_offer(offer, request_id))
+            session, offer.request_id = owner
+            reports[session].kv_offers.append(offer)
         for delta in report.deltas:
             owner = self._owner.get(delta.request_id)
             if owner is None:  # cancelled while the step ran
                 if delta.handle is not None:
-                    self._engine.send(Release(delta.handle.lease_id, delta.handle.epoch))
+                    self._release([pb.KvHandle.FromString(delta.handle)])
                 continue
             session, request_id = owner
             reports[session].deltas.append(token_delta(delta, request_id))
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
-        for name, failure in report.failures:
-            owner = self._owner.get(name)
-            if owner is not None:
-                session, request_id = owner
-                reports[session].failures.add(request_id=request_id).MergeFromString(failure)
+        for failure in map(pb.Failure.FromString, report.failures):
+            name = RequestId(failure.request_id)
+            if name in self._owner:
+                session, failure.request_id = self._owner[name]
+                reports[session].failures.append(failure)
                 self._forget(name)
         self._send(reports, self._events.append(report.stored, report.removed), time.monotonic())
         for listener in self.listeners:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from engine.kv.manager import KVManager
 from engine.request import RequestId
 from engine.scheduled_step import PromptChunk
-from kvstore.handle.handle import HandleWriter, KvHandle
+from kvstore.handle.handle import HandleWriter
 from kvstore.pool.leases import Lease, LeaseTable
 from kvstore.transports.transport import LocalPool
 from kvstore.types import BlockId, Epoch, LeaseId
+from protos import types_pb2 as pb
 from worker.engine_process.figures import OpenRequest
-from worker.messages import KvOffer
 
 logger = logging.getLogger("engine")
 
@@ -65,7 +65,7 @@ class KvLeases:
 
     def grant(
         self, block_ids: Sequence[BlockId], digests: Sequence[Sequence[int]], num_tokens: int, now: float
-    ) -> tuple[Lease, KvHandle]:
+    ) -> tuple[Lease, pb.KvHandle]:
         """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on.
 
         Also returns the handle for the reader.
@@ -125,11 +125,11 @@ class PromptLeases:
 
     def lease_parts(
         self, chunks: Iterable[PromptChunk], requests: Mapping[RequestId, OpenRequest], now: float
-    ) -> Iterable[tuple[Lease, KvOffer]]:
+    ) -> Iterable[tuple[Lease, pb.KvOffer]]:
         """Lease what a step's chunks have added to prompts: nothing, before all of a prompt is computed."""
         return ()
 
-    def lease_prompt(self, entry: OpenRequest, now: float) -> tuple[Lease, KvHandle]:
+    def lease_prompt(self, entry: OpenRequest, now: float) -> tuple[Lease, pb.KvHandle]:
         """Lease the blocks of a request that ended with PREFILLED: the KV of all its tokens but the last.
 
         A step in flight may be computing that one into one block more.

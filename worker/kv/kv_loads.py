@@ -19,10 +19,11 @@ from common.logging import about
 from engine.engine import Engine
 from engine.request import RequestId
 from engine.scheduled_step import KvLoad
-from kvstore.handle.handle import KvHandle, PeerLease, open_handle
+from kvstore.handle.handle import PeerLease, open_handle
 from kvstore.transports.client import DEFAULT_DEADLINE_SECONDS, KvClient
 from kvstore.transports.kv_transfer import LeaseClient
-from kvstore.types import BlockKey, LeaseId
+from kvstore.types import LeaseId
+from protos import types_pb2 as pb
 from worker.engine_process.figures import OpenRequest
 from worker.messages import Pull, StepReport
 
@@ -155,7 +156,7 @@ class KvLoads:
     def num_open(self) -> int:
         return self._puller.num_open
 
-    def accept(self, handle: KvHandle | None, num_tokens: int, request_id: RequestId) -> PeerLease | None:
+    def accept(self, handle: pb.KvHandle | None, num_tokens: int, request_id: RequestId) -> PeerLease | None:
         """Keep the handle's lease alive. None unless it is on the KV of exactly `num_tokens`: compute that here."""
         lease = None if handle is None else self._open(handle, request_id)
         if lease is None:
@@ -177,12 +178,12 @@ class KvLoads:
         """Let all leases go: this process ends."""
         self._puller.close()
 
-    def prefetch(self, handle: KvHandle, block_keys: Sequence[BlockKey]) -> None:
+    def prefetch(self, offer: pb.KvOffer) -> None:
         """Take up a part of a prompt that the peer is still computing: here it is let go.
 
         Without keys nobody will ask for it.
         """
-        self.abandon(self._open(handle))
+        self.abandon(self._open(offer.kv_handle))
 
     def start(self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], now: float) -> None:
         """Pull what a step has reserved blocks for, which no step in flight uses."""
@@ -225,7 +226,7 @@ class KvLoads:
         if entry is not None or pull.ok:  # else cancelled, and its lease may have ended meanwhile: no fault
             report.pulls.append(pull)
 
-    def _open(self, handle: KvHandle, request_id: str = "") -> PeerLease | None:
+    def _open(self, handle: pb.KvHandle, request_id: str = "") -> PeerLease | None:
         try:
             lease = open_handle(handle)
         except MiniInferError as error:

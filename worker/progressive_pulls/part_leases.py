@@ -13,10 +13,10 @@ from engine.request import RequestId, RequestStatus
 from engine.scheduled_step import PromptChunk
 from kvstore.pool.leases import Lease
 from kvstore.types import BlockId
+from protos import types_pb2 as pb
 from worker.config import WorkerConfig
 from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_leases import PromptLeases
-from worker.messages import KvOffer
 from worker.progressive_pulls.settings import ProgressivePullSettings
 
 
@@ -30,7 +30,7 @@ class PartLeases(PromptLeases):
 
     def lease_parts(
         self, chunks: Iterable[PromptChunk], requests: Mapping[RequestId, OpenRequest], now: float
-    ) -> Iterator[tuple[Lease, KvOffer]]:
+    ) -> Iterator[tuple[Lease, pb.KvOffer]]:
         """Lease what a step's chunks have added to prompts."""
         for chunk in chunks:
             request = chunk.request
@@ -43,7 +43,7 @@ class PartLeases(PromptLeases):
             if last > first and part_blocks(self._kv, request, first, last):
                 yield self._lease_part(entry, first, last, now)
 
-    def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> tuple[Lease, KvOffer]:
+    def _lease_part(self, entry: OpenRequest, first: int, last: int, now: float) -> tuple[Lease, pb.KvOffer]:
         request, kv = entry.request, self._kv
         kv.prefixes.extend_keys(request)
         block_ids = part_blocks(kv, request, first, last)
@@ -51,7 +51,8 @@ class PartLeases(PromptLeases):
         kv.pool.acquire(block_ids)
         lease, handle = self._leases.grant(block_ids, digests, len(block_ids) * kv.block_size, now)
         entry.part_digests = _appended(entry.part_digests, digests)
-        return lease, KvOffer(request.request_id, handle, request.block_keys[first:last])
+        keys = request.block_keys[first:last]
+        return lease, pb.KvOffer(request_id=request.request_id, kv_handle=handle, block_keys=keys)
 
     def _digests(self, entry: OpenRequest, block_ids: list[BlockId]) -> list[list[int]]:
         """Return digests of the prompt's blocks: the leased parts' are known, if they are the first of these."""

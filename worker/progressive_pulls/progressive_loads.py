@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from engine.engine import Engine
@@ -16,8 +16,9 @@ from engine.progressive_pulls.remote_kv import ProgressiveRemoteKv
 from engine.request import RequestId
 from engine.scheduled_step import KvLoad
 from engine.wings import Figures
-from kvstore.handle.handle import KvHandle, PeerLease
+from kvstore.handle.handle import PeerLease
 from kvstore.types import BlockKey, WorkerId
+from protos import types_pb2 as pb
 from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_loads import KvLoads, KvPuller
 from worker.messages import Pull, StepReport
@@ -36,14 +37,15 @@ class ProgressiveLoads(KvLoads):
         self._has_news = False
         engine.counting = [*engine.counting, self]
 
-    def prefetch(self, handle: KvHandle, block_keys: Sequence[BlockKey]) -> None:
+    def prefetch(self, offer: pb.KvOffer) -> None:
         """Offer the engine a part of a prompt that the peer is still computing."""
-        if not block_keys:
-            super().prefetch(handle, block_keys)
+        if not offer.block_keys:
+            super().prefetch(offer)
             return
-        lease = self._open(handle)
+        lease = self._open(offer.kv_handle)
         if lease is None:
             return
+        block_keys = [BlockKey(key) for key in offer.block_keys]
         num_blocks = len(block_keys)
         if num_blocks != lease.num_blocks or lease.num_tokens != num_blocks * self._kv.block_size:
             logger.warning("a KV handle that is not of full blocks with their keys: not prefetched")

@@ -15,7 +15,6 @@ from common.errors import HandshakeError, TransferError
 from kvstore.handle.handle import (
     HandleShard,
     HandleWriter,
-    KvHandle,
     PoolInfo,
     ShardAddress,
     from_wire,
@@ -24,14 +23,15 @@ from kvstore.handle.handle import (
 )
 from kvstore.layout import Shard
 from kvstore.pool.leases import LeaseTable
-from kvstore.types import BlockId, Epoch, LeaseId, WorkerId
+from kvstore.types import BlockId, Epoch, WorkerId
+from protos import types_pb2 as pb
 from tests.kvstore.helpers import GEOMETRY
 
 ADDRESS = ShardAddress("host:1", True, {"shm": b"/run/a.sock", "tcp": b"", "other": b"\xff"})
 BLOCKS, DIGESTS = [BlockId(5), BlockId(0), BlockId(7)], [2**64 - 1, 0, 3]
 SHARD = pack_shard(GEOMETRY, ADDRESS, BLOCKS, DIGESTS)
 FIRST, GROUP = ["layout", "groups", 0], asdict(GEOMETRY.layout.groups[0])
-GOOD = KvHandle(LeaseId("x"), WorkerId("w"), Epoch(9), 12, 10.0, [SHARD])
+GOOD = pb.KvHandle(lease_id="x", worker_id="w", epoch=9, num_tokens=12, lease_seconds=10.0, shards=[SHARD])
 
 
 def shard_of(rank: int, size: int, **changes: Any) -> bytes:
@@ -39,11 +39,16 @@ def shard_of(rank: int, size: int, **changes: Any) -> bytes:
     return pack_shard(geometry, ADDRESS, changes.pop("blocks", BLOCKS), changes.pop("digests", DIGESTS))
 
 
+def changed(handle: pb.KvHandle, **fields: Any) -> pb.KvHandle:
+    """The handle with other values of some fields."""
+    known = {field.name: getattr(handle, field.name) for field in handle.DESCRIPTOR.fields}
+    return pb.KvHandle(**known | fields)
+
+
 def test_a_handle_survives_its_way() -> None:
     lease = LeaseTable(Epoch(2**64 - 1)).grant(BLOCKS, 0.0, 30.0)
     handle = HandleWriter("w", [HandleShard(GEOMETRY, ADDRESS)], 30.0).write(lease, 12, [DIGESTS])
-    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=KvHandle)
-    read = open_handle(arrived)
+    read = open_handle(pb.KvHandle.FromString(handle.SerializeToString()))
     assert (read.lease_id, read.worker_id, read.epoch) == (lease.lease_id, "w", 2**64 - 1)
     assert (read.num_tokens, read.lease_seconds, read.num_blocks, read.kv_address) == (12, 30.0, 3, "host:1")
     [shard] = read.shards
@@ -61,17 +66,17 @@ def test_a_description_of_a_pool_survives_its_way() -> None:
 )
 def test_shards_that_do_not_belong_together(shards: list[bytes]) -> None:
     with pytest.raises(TransferError):
-        open_handle(replace(GOOD, shards=shards))
+        open_handle(changed(GOOD, shards=shards))
 
 
-def with_value(path: Sequence[int | str], value: object) -> KvHandle:
+def with_value(path: Sequence[int | str], value: object) -> pb.KvHandle:
     """The handle with another value somewhere in its shard."""
     wire: Any = msgspec.msgpack.decode(SHARD)
     place = wire
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    return replace(GOOD, shards=[msgspec.msgpack.encode(wire)])
+    return changed(GOOD, shards=[msgspec.msgpack.encode(wire)])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_an_address_that_is_no_text_is_the_peers_error() -> None:
 def test_random_bytes_are_refused(data: bytes, cut: int) -> None:
     for shard in (data, SHARD[:cut] + data + SHARD[cut:][1:], SHARD[:cut]):
         try:
-            lease = open_handle(replace(GOOD, shards=[shard]))
+            lease = open_handle(changed(GOOD, shards=[shard]))
         except (TransferError, HandshakeError):
             continue
         assert len(lease.shards[0].digests) == lease.num_blocks  # by chance it is a handle
@@ -139,8 +144,8 @@ def test_random_bytes_are_refused(data: bytes, cut: int) -> None:
 
 def test_a_handle_without_a_lease_is_refused() -> None:
     with pytest.raises(TransferError, match="malformed"):
-        open_handle(replace(GOOD, lease_id=LeaseId("")))
+        open_handle(changed(GOOD, lease_id=""))
     with pytest.raises(TransferError, match="size"):
-        open_handle(replace(GOOD, shards=[bytes(17 << 20)]))
+        open_handle(changed(GOOD, shards=[bytes(17 << 20)]))
     with pytest.raises(TransferError, match="malformed"):
-        open_handle(replace(GOOD, shards=[b"\x91" * 100_000]))
+        open_handle(changed(GOOD, shards=[b"\x91" * 100_000]))

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError, UnavailableError
-from kvstore.handle.handle import HandleWriter, KvHandle, open_handle
+from kvstore.handle.handle import HandleWriter, open_handle
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId
+from protos import types_pb2 as pb
 from tests.kvstore.helpers import GEOMETRY, with_address
 from worker.config import TRANSPORTS, WorkerConfig
 from worker.kv.shared_pool import SharedPoolMemory
@@ -33,7 +34,7 @@ class Worker:
         self.block_ids = pool.allocate(3)
         self._leases = self.memory.open_leases(pool.release, handles)
 
-    def handle(self) -> KvHandle:
+    def handle(self) -> pb.KvHandle:
         return self._leases.grant(self.block_ids, self._leases.digests(self.block_ids), 12, time.monotonic())[1]
 
     def close(self) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvstore.types import BlockKey
 from protos import types_pb2 as pb
 from tests.harness.waiting import until
-from tests.worker.front.test_front import HANDLE, PROTO_HANDLE, Attached
+from tests.worker.front.test_front import HANDLE, Attached
 from worker.drains.drain import Drain
 from worker.front.sessions import Session
 from worker.messages import Prefetch
@@ -34,12 +33,14 @@ async def test_a_drained_worker_ends_when_routers_know_of_it(attached: Attached)
 
 async def test_a_draining_worker_takes_no_parts_of_prompts(attached: Attached) -> None:
     await anext(attached.reports)  # the snapshot
-    offer = pb.KvOffer(request_id="r", kv_handle=PROTO_HANDLE, block_keys=[b"key"])
+    offer = pb.KvOffer(request_id="r", kv_handle=HANDLE, block_keys=[b"key"])
     attached.command(prefetch=offer)
-    await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]))
+    taken = Prefetch(offer.SerializeToString())
+    await attached.engine.until_sent(taken)
     drain_of(attached)
     attached.command(prefetch=offer)
-    await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]), Prefetch(HANDLE, []))
+    left = pb.KvOffer(request_id="r", kv_handle=HANDLE)
+    await attached.engine.until_sent(taken, Prefetch(left.SerializeToString()))
 
 
 def test_a_router_that_does_not_say_that_it_knows_is_not_waited_for() -> None:

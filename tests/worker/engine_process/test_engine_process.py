@@ -11,7 +11,6 @@ from common.token_ids import pack_ids
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.request import RequestId
-from kvstore.handle.handle import KvHandle
 from protos import types_pb2 as pb
 from worker.engine_process.process import IDLE_WAIT_SECONDS, EngineProcess
 from worker.messages import StepReport, Stop, Submit
@@ -31,7 +30,7 @@ class Peers:
     def __init__(self) -> None:
         self.abandoned: list[Any] = []
 
-    def accept(self, handle: KvHandle | None, num_tokens: int, request_id: str) -> KvHandle | None:
+    def accept(self, handle: pb.KvHandle | None, num_tokens: int, request_id: str) -> pb.KvHandle | None:
         return handle
 
     def abandon(self, source: object) -> None:
@@ -107,7 +106,6 @@ def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go() -> Non
     parts, peers = assemble(EngineConfig("dry-run", num_gpu_blocks=64)), Peers()
     link = Link([[Submit(RequestId("a"), message.SerializeToString())], [Stop()]])
     EngineProcess(link, parts.engine, peers, peers, peers, lambda: None).run()  # type: ignore[arg-type]
-    [(request_id, data)] = [failure for report in link.reports for failure in report.failures]
-    failure = pb.Failure.FromString(data)
-    assert (request_id, failure.code, failure.param) == ("a", pb.FAILURE_CODE_INVALID_ARGUMENT, "temperature")
+    [failure] = [pb.Failure.FromString(data) for report in link.reports for data in report.failures]
+    assert (failure.request_id, failure.code, failure.param) == ("a", pb.FAILURE_CODE_INVALID_ARGUMENT, "temperature")
     assert [handle.lease_id for handle in peers.abandoned] == ["lease"]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from common.errors import UnavailableError
+from common.errors import InvalidRequestError, UnavailableError
 from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId
-from kvstore.handle.handle import KvHandle
-from kvstore.types import BlockKey, Epoch, LeaseId, WorkerId
+from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
 from tests.harness.waiting import until
 from worker.front import front, sessions
@@ -22,17 +20,16 @@ from worker.front.front import WorkerFront
 from worker.messages import (
     Cancel,
     Delta,
-    KvOffer,
     Prefetch,
     Release,
     StepReport,
     Submit,
     ToEngine,
 )
+from worker.protobuf import failure_of
 
-HANDLE = KvHandle(LeaseId("lease"), WorkerId("w"), Epoch(7), 3, 10.0, (b"unread",))
-PROTO_HANDLE = pb.KvHandle(**asdict(HANDLE))
-RELEASE = Release(HANDLE.lease_id, HANDLE.epoch)
+HANDLE = pb.KvHandle(lease_id="lease", worker_id="w", epoch=7, shards=[b"unread"])
+RELEASE = Release(LeaseId("lease"), Epoch(7))
 SAMPLING = pb.SamplingParams(max_tokens=1)
 
 
@@ -58,13 +55,13 @@ class EngineProcess:
 
     def prefilled(self, request_id: RequestId) -> None:
         """Report the first token and the handle."""
-        delta = Delta(request_id, [5], FinishReason.PREFILLED, handle=HANDLE)
+        delta = Delta(request_id, [5], FinishReason.PREFILLED, handle=HANDLE.SerializeToString())
         self.to_front.put_nowait(StepReport([delta]))
 
     def offers(self, request_id: RequestId) -> None:
         """Report a part of the prompt."""
-        offer = KvOffer(request_id, HANDLE, [BlockKey(b"key")])
-        self.to_front.put_nowait(StepReport(offers=[offer]))
+        offer = pb.KvOffer(request_id=request_id, kv_handle=HANDLE, block_keys=[b"key"])
+        self.to_front.put_nowait(StepReport(offers=[offer.SerializeToString()]))
 
     async def until_sent(self, *messages: ToEngine) -> None:
         await until(lambda: len(self.others) >= len(messages))
@@ -119,7 +116,7 @@ async def test_kv_that_was_reported_is_the_routers(attached: Attached) -> None:
     attached.engine.prefilled(await attached.submit())
     while not (report := await asyncio.wait_for(anext(attached.reports), 60)).deltas:
         pass
-    assert report.deltas[0].kv_handle == PROTO_HANDLE
+    assert report.deltas[0].kv_handle == HANDLE
     await attached.reports.aclose()  # type: ignore[attr-defined]
     assert attached.engine.others == []
 
@@ -129,9 +126,9 @@ async def test_an_offer_goes_to_its_router_and_from_there_to_the_engine(attached
     while not (report := await asyncio.wait_for(anext(attached.reports), 60)).kv_offers:
         pass
     [offer] = report.kv_offers
-    assert offer == pb.KvOffer(request_id="r", kv_handle=PROTO_HANDLE, block_keys=[b"key"])
+    assert offer == pb.KvOffer(request_id="r", kv_handle=HANDLE, block_keys=[b"key"])
     attached.command(prefetch=offer)
-    await attached.engine.until_sent(Prefetch(HANDLE, [BlockKey(b"key")]))
+    await attached.engine.until_sent(Prefetch(offer.SerializeToString()))
 
 
 async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) -> None:
@@ -160,9 +157,8 @@ async def test_a_router_that_does_not_keep_up_loses_its_stream(
 
 
 async def test_a_failure_ends_the_request_under_the_routers_id(attached: Attached) -> None:
-    failure = pb.Failure(code=pb.FAILURE_CODE_INVALID_ARGUMENT, message="why", param="temperature")
-    request_id = await attached.submit()
-    attached.engine.to_front.put_nowait(StepReport(failures=[(request_id, failure.SerializeToString())]))
+    failure = failure_of(InvalidRequestError("why", "temperature"), await attached.submit())
+    attached.engine.to_front.put_nowait(StepReport(failures=[failure.SerializeToString()]))
     while not (report := await asyncio.wait_for(anext(attached.reports), 60)).failures:
         pass
     failure.request_id = "r"
@@ -190,7 +186,7 @@ async def test_a_router_whose_command_meets_a_bug_loses_its_stream(
     def fail(*_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(front, "handle_of", fail)
+    monkeypatch.setattr(front, "Prefetch", fail)
     attached.command(prefetch=pb.KvOffer())
     await anext(attached.reports)  # the snapshot
     with pytest.raises(UnavailableError, match="could not be carried out"):

@@ -9,9 +9,10 @@ import pytest
 
 from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import KvLoad
-from kvstore.handle.handle import KvHandle, PeerLease, open_handle
+from kvstore.handle.handle import PeerLease, open_handle
 from kvstore.types import BlockId
-from tests.kvstore.handle.test_handle import GOOD
+from protos import types_pb2 as pb
+from tests.kvstore.handle.test_handle import GOOD, changed
 from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_loads import KvLoads
 from worker.messages import Pull, StepReport
@@ -58,7 +59,7 @@ def parts() -> Parts:
     return Parts()
 
 
-def accepted(parts: Parts, handle: KvHandle = GOOD) -> PeerLease:
+def accepted(parts: Parts, handle: pb.KvHandle = GOOD) -> PeerLease:
     lease = parts.loads.accept(handle, GOOD.num_tokens, REQUEST_ID)
     assert lease is not None
     return lease
@@ -76,9 +77,9 @@ def test_a_handle_on_other_tokens_is_let_go(parts: Parts, num_tokens: int) -> No
 
 
 def test_a_malformed_handle_is_no_reason_to_fail(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
-    bad = KvHandle(GOOD.lease_id, GOOD.worker_id, GOOD.epoch, GOOD.num_tokens, 1.0, [b"nonsense"])
+    bad = changed(GOOD, shards=[b"nonsense"])
     assert parts.loads.accept(bad, GOOD.num_tokens, REQUEST_ID) is None
-    parts.loads.prefetch(bad, [])
+    parts.loads.prefetch(pb.KvOffer(kv_handle=bad))
     assert parts.told == []
     assert "computing the prompt here" in caplog.text
 
@@ -102,7 +103,7 @@ def test_blocks_that_steps_may_use_are_pulled_after_the_fence(parts: Parts, afte
 
 
 def test_a_part_of_a_prompt_is_let_go(parts: Parts) -> None:
-    parts.loads.prefetch(GOOD, [])
+    parts.loads.prefetch(pb.KvOffer(kv_handle=GOOD))
     assert parts.told == [("keep", open_handle(GOOD)), ("abandon", open_handle(GOOD))]
 
 

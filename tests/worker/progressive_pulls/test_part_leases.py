@@ -9,17 +9,17 @@ import pytest
 
 from common.token_ids import pack_ids
 from engine.request import FinishReason, Request, RequestId, SamplingParams
-from kvstore.handle.handle import HandleShard, HandleWriter, KvHandle, ShardAddress, open_handle
+from kvstore.handle.handle import HandleShard, HandleWriter, ShardAddress, open_handle
 from kvstore.layout import PoolGeometry, full_attention
 from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.digest import digest_blocks
 from kvstore.pool.leases import new_epoch
 from kvstore.transports.transport import LocalPool
 from kvstore.types import BlockId
+from protos import types_pb2 as pb
 from tests.engine.scheduling.engines import BLOCK, assert_quiet, make_engine
 from worker.engine_process.figures import OpenRequest
 from worker.kv.kv_leases import KvLeases, PromptLeases
-from worker.messages import KvOffer
 from worker.progressive_pulls.part_leases import PartLeases
 
 NUM_BLOCKS = 16
@@ -61,7 +61,7 @@ class PrefillWorker:
         self.open[request.request_id] = OpenRequest(request, 0.0, float("inf"))
         return request
 
-    def step(self, request: Request) -> tuple[list[KvOffer], KvHandle | None]:
+    def step(self, request: Request) -> tuple[list[pb.KvOffer], pb.KvHandle | None]:
         """One turn of the loop: offers of parts of the request's prompt, and the handle on all of it."""
         whole = None
         outcome = self.engine.step()
@@ -74,8 +74,8 @@ class PrefillWorker:
         leased = self.exports.lease_parts(outcome.prompt_chunks, self.open, 1.0)
         return [offer for _, offer in leased if offer.request_id == request.request_id], whole
 
-    def finish(self, request: Request) -> tuple[list[KvOffer], KvHandle]:
-        parts: list[KvOffer] = []
+    def finish(self, request: Request) -> tuple[list[pb.KvOffer], pb.KvHandle]:
+        parts: list[pb.KvOffer] = []
         for _ in range(50):
             more, whole = self.step(request)
             parts += more
@@ -83,7 +83,7 @@ class PrefillWorker:
                 return parts, whole
         raise AssertionError("the prompt is not computed")
 
-    def check(self, handle: KvHandle, num_blocks: int) -> None:
+    def check(self, handle: pb.KvHandle, num_blocks: int) -> None:
         """The digests in a handle are those of its blocks as they are."""
         (shard,) = open_handle(handle).shards
         assert len(shard.block_ids) == num_blocks
@@ -100,10 +100,10 @@ def test_each_chunk_is_leased_and_digested_once() -> None:
     parts, whole = worker.finish(request)
     keys = block_keys(root_key("test"), pack_ids(PROMPT), BLOCK)
     assert [part.block_keys for part in parts] == [keys[:2], keys[2:4]]
-    assert [part.handle.num_tokens for part in parts] == [2 * BLOCK] * 2
+    assert [part.kv_handle.num_tokens for part in parts] == [2 * BLOCK] * 2
     assert whole.num_tokens == len(PROMPT)
     for part in parts:
-        worker.check(part.handle, 2)
+        worker.check(part.kv_handle, 2)
     worker.check(whole, 6)
     assert worker.leases.num_digested == 6
     worker.end_leases()
@@ -115,7 +115,7 @@ def test_cached_blocks_are_part_of_the_first() -> None:
     longer = [*PROMPT[: 4 * BLOCK], *range(100, 100 + 3 * BLOCK)]
     parts, whole = worker.finish(worker.submit(longer))
     assert [len(part.block_keys) for part in parts] == [6]  # four of them cached
-    worker.check(parts[0].handle, 6)
+    worker.check(parts[0].kv_handle, 6)
     worker.check(whole, 7)
     worker.end_leases()
 
@@ -137,7 +137,7 @@ def test_a_preempted_prompt_has_the_digests_of_its_new_blocks() -> None:
     urgent = worker.submit(list(range(200, 200 + 13 * BLOCK)))  # its blocks and the leased ones leave one
     worker.step(request)
     assert request.num_preemptions == 1
-    worker.check(parts[0].handle, 2)  # stays valid
+    worker.check(parts[0].kv_handle, 2)  # stays valid
     worker.finish(urgent)
     worker.leases.expire(1000.0)
     worker.write_blocks(seed=1)  # computed again, among other rows

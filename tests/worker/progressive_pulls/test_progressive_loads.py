@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from engine.scheduled_step import KvLoad
 from kvstore.handle.handle import open_handle
 from kvstore.types import BlockId, BlockKey
-from tests.kvstore.handle.test_handle import GOOD
+from protos import types_pb2 as pb
+from tests.kvstore.handle.test_handle import GOOD, changed
 from tests.worker.kv.test_kv_loads import BLOCK_SIZE, FAILED, NUM_BLOCKS, OK, REQUEST_ID, Parts
 from worker.progressive_pulls.progressive_loads import ProgressiveLoads
 
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]
-PART = replace(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE)
+PART = changed(GOOD, num_tokens=NUM_BLOCKS * BLOCK_SIZE)
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def parts() -> Parts:
 
 
 def test_a_part_of_a_prompt_is_offered_to_the_scheduler(parts: Parts) -> None:
-    parts.loads.prefetch(PART, KEYS)
+    parts.loads.prefetch(pb.KvOffer(kv_handle=PART, block_keys=KEYS))
     assert parts.told == [("keep", open_handle(PART)), ("add", open_handle(PART), KEYS)]
 
 
@@ -31,7 +30,8 @@ def test_a_part_of_a_prompt_is_offered_to_the_scheduler(parts: Parts) -> None:
 def test_what_is_no_part_of_full_blocks_is_let_go(
     parts: Parts, num_missing_keys: int, num_missing_tokens: int
 ) -> None:
-    parts.loads.prefetch(replace(PART, num_tokens=PART.num_tokens - num_missing_tokens), KEYS[num_missing_keys:])
+    part = changed(PART, num_tokens=PART.num_tokens - num_missing_tokens)
+    parts.loads.prefetch(pb.KvOffer(kv_handle=part, block_keys=KEYS[num_missing_keys:]))
     assert parts.verbs == ["keep", "abandon"]
 
 
