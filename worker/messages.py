@@ -37,38 +37,16 @@ class Start(Message):
     kv_address: str = ""  # where peers reach the front's KvTransfer service
 
 
-class Submit(Message):
-    """A request, under the front's name for it. data: protobuf's Submit, as the router sent it."""
+class Command(Message):
+    """What a router has sent. Requests have the names that the front gives them."""
 
-    request_id: RequestId
-    data: bytes
-
-
-class Cancel(Message):
-    request_id: RequestId
-
-
-class HandOver(Message):
-    """End the request with PREFILLED at its next token."""
-
-    request_id: RequestId
-
-
-class Prefetch(Message):
-    """Full blocks of a prompt that a peer is computing, to be pulled before its request comes."""
-
-    data: bytes  # protobuf's KvOffer; without keys its request will not come here
+    data: bytes  # protobuf's Command
 
 
 class Renew(Message):
     lease_id: LeaseId
     epoch: Epoch
     lease_seconds: float
-
-
-class Release(Message):
-    lease_id: LeaseId
-    epoch: Epoch
 
 
 class Stage(Message):
@@ -82,7 +60,7 @@ class Stop(Message):
     """The last message."""
 
 
-ToEngine = Start | Submit | Cancel | HandOver | Prefetch | Renew | Release | Stage | Stop
+ToEngine = Start | Command | Renew | Stage | Stop
 
 
 # -- engine process -> front ---------------------------------------------------------------------------------

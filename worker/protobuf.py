@@ -52,10 +52,10 @@ UNSET: dict[str, Any] = {
 }
 
 
-def request_of(submit: pb.Submit, request_id: RequestId, now: float) -> Request:
-    """What a router asks for, under the front's name. Raises InvalidRequestError for bad sampling parameters."""
+def request_of(submit: pb.Submit, now: float) -> Request:
+    """What a router asks for. Raises InvalidRequestError for bad sampling parameters."""
     return Request(
-        request_id,
+        RequestId(submit.request_id),
         unpack_ids(submit.prompt_token_ids),
         sampling_params(submit.sampling),
         list(submit.output_token_ids),

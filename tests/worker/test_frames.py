@@ -9,19 +9,17 @@ import pytest
 
 from common.errors import TransferError
 from common.token_ids import pack_ids
-from engine.request import RequestId
 from kvstore.transports.sockets import HEADER, pack
-from kvstore.types import BlockKey
+from kvstore.types import BlockKey, LeaseId
 from worker.frames import MAX_FRAME_BYTES, FrameSocket, read_message
-from worker.messages import Cancel, StepReport, Stop, Submit, ToEngine
+from worker.messages import Command, Stage, StepReport, Stop, ToEngine
 
 
 def test_messages_survive_any_cut() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         link = FrameSocket(ours)
-        request_id = RequestId("a")
-        messages: list[ToEngine] = [Submit(request_id, pack_ids(range(500))), Cancel(request_id), Stop()]
+        messages: list[ToEngine] = [Command(pack_ids(range(500))), Stage(LeaseId("a"), 3), Stop()]
         data = b"".join(pack(message) for message in messages)
         received = []
         for start in range(0, len(data), 7):
@@ -51,7 +49,7 @@ def test_the_end_of_the_front_raises() -> None:
     ("data", "told"),
     [
         (HEADER.pack(MAX_FRAME_BYTES + 1), "frame of"),
-        *((pack(message), "malformed") for message in (["Sumbit"], ["Cancel", 1], ["Cancel"], {}, StepReport())),
+        *((pack(message), "malformed") for message in (["Comand"], ["Command", 1], ["Command"], {}, StepReport())),
     ],
 )
 def test_what_the_front_never_sends_ends_the_link(data: bytes, told: str) -> None:

@@ -75,7 +75,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     params = SamplingParams(**SAMPLING)
     unchanged = [name for name, value in SAMPLING.items() if value == getattr(SamplingParams(), name)]
     assert not unchanged, f"{unchanged} would pass if they were lost: choose other values than the defaults"
-    arrived = request_of(pb.Submit(sampling=MESSAGE), RequestId("r"), 0.0).params
+    arrived = request_of(pb.Submit(sampling=MESSAGE), 0.0).params
     lost = {name for name in SAMPLING if getattr(arrived, name) != getattr(params, name)}
     assert not lost, f"lost between router and engine: {lost}; see sampling_params in worker/protobuf.py"
 
@@ -88,12 +88,12 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
     assert not lost, f"give {lost} a value here, and a place in Request, engine/request.py"
     prompt = pack_ids([1, 2])
     submit = pb.Submit(request_id="r", prompt_token_ids=prompt, sampling=MESSAGE, due_seconds=0.5, **values)
-    arrived = request_of(submit, RequestId("r.0"), 100.0)
+    arrived = request_of(submit, 100.0)
     assert {name: getattr(arrived, name) for name in values} == values
-    assert (arrived.request_id, arrived.prompt_token_ids, arrived.due) == ("r.0", [1, 2], 100.5)
+    assert (arrived.request_id, arrived.prompt_token_ids, arrived.due) == ("r", [1, 2], 100.5)
     assert arrived.prefill_only
     submit = pb.Submit(prompt_token_ids=prompt, sampling=MESSAGE, keep=True)
-    plain = request_of(submit, RequestId("r"), 100.0)
+    plain = request_of(submit, 100.0)
     assert (plain.prefill_only, plain.due) == (False, inf)
 
 

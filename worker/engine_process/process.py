@@ -18,24 +18,13 @@ from common.token_ids import num_ids
 from engine.engine import Engine
 from engine.request import FinishReason, RequestId, RequestOutput
 from engine.scheduled_step import StepStats
+from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
 from worker.engine_process.figures import OpenRequest, add_figures
 from worker.frames import FrameSocket
 from worker.kv.kv_leases import KvLeases, PromptLeases
 from worker.kv.kv_loads import KvLoads
-from worker.messages import (
-    Cancel,
-    Delta,
-    HandOver,
-    Prefetch,
-    Release,
-    Renew,
-    Stage,
-    StepReport,
-    Stop,
-    Submit,
-    ToEngine,
-)  # fmt: skip
+from worker.messages import Command, Delta, Renew, Stage, StepReport, Stop, ToEngine
 from worker.protobuf import failure_of, request_of
 
 logger = logging.getLogger("engine")
@@ -132,33 +121,39 @@ class EngineProcess:
 
     def _receive(self, message: ToEngine) -> None:
         match message:
-            case Submit(request_id, data):
-                self._submit(request_id, pb.Submit.FromString(data))
-            case Cancel(request_id):
-                self._cancel(request_id)
-            case HandOver(request_id):
-                self._engine.hand_over(request_id)
-            case Prefetch(data):
-                self._loads.prefetch(pb.KvOffer.FromString(data))
+            case Command(data):
+                self._carry_out(pb.Command.FromString(data))
             case Renew(lease_id, epoch, lease_seconds):
                 self._leases.renew(lease_id, epoch, time.monotonic(), lease_seconds)
-            case Release(lease_id, epoch):
-                if self._leases.release(lease_id, epoch):
-                    self._report.ended_leases.append(lease_id)
             case Stage(lease_id, first):
                 self._report.staged.append((lease_id, first, self._leases.stage(lease_id, first)))
             case Stop():
                 self._stopping = True
 
+    def _carry_out(self, command: pb.Command) -> None:
+        match command.WhichOneof("kind"):
+            case "submit":
+                self._submit(command.submit)
+            case "cancel":
+                self._cancel(RequestId(command.cancel.request_id))
+            case "hand_over":
+                self._engine.hand_over(RequestId(command.hand_over.request_id))
+            case "prefetch":
+                self._loads.prefetch(command.prefetch)
+            case "release":
+                lease_id = LeaseId(command.release.lease_id)
+                if self._leases.release(lease_id, Epoch(command.release.epoch)):
+                    self._report.ended_leases.append(lease_id)
+
     # -- requests --------------------------------------------------------------------------------------------
 
-    def _submit(self, request_id: RequestId, submit: pb.Submit) -> None:
-        now = time.monotonic()
+    def _submit(self, submit: pb.Submit) -> None:
+        request_id, now = RequestId(submit.request_id), time.monotonic()
         num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last is computed here
         handle = submit.kv_handle if submit.HasField("kv_handle") else None
         lease = self._loads.accept(handle, num_tokens, request_id)
         try:
-            request = request_of(submit, request_id, now)
+            request = request_of(submit, now)
             if lease is not None:
                 request.kv_source, request.num_source_tokens = lease, lease.num_tokens
             self._engine.submit(request)

@@ -11,8 +11,8 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
 
 from common.errors import EngineError, MiniInferError, UnavailableError, traceback_text
 from common.logging import RateLimit
@@ -20,11 +20,11 @@ from common.process import resident
 from common.wings import call_wing
 from engine.request import RequestId
 from kvstore.pool.leases import LeaseTable
-from kvstore.types import Epoch, LeaseId
+from kvstore.types import Epoch
 from protos import types_pb2 as pb
 from worker.front.engine_client import EngineClient
 from worker.front.sessions import EventLog, Session, kv_handles
-from worker.messages import Cancel, HandOver, Prefetch, Release, StepReport, Submit
+from worker.messages import Command, StepReport
 from worker.protobuf import failure_of, token_delta
 
 if TYPE_CHECKING:
@@ -88,32 +88,38 @@ class WorkerFront:
     def _carry_out(self, session: Session, command: pb.Command) -> None:
         match command.WhichOneof("kind"):
             case "submit":
-                self._submit(session, command.submit)
+                self._submit(session, command)
             case "cancel":
                 self._cancel(session, command.cancel.request_id)
             case "hand_over":
                 if (name := session.names.get(command.hand_over.request_id)) is not None:
-                    self._engine.send(HandOver(name))
+                    self._tell(hand_over=pb.HandOver(request_id=name))
             case "release":
-                self._release([command.release])
+                self.release(command.release)
             case "drain_noted":
                 session.num_drain_changes = command.drain_noted.num_drain_changes
             case "prefetch":
                 if self.is_draining:
                     del command.prefetch.block_keys[:]
-                self._engine.send(Prefetch(command.prefetch.SerializeToString()))
+                self._engine.send(Command(command.SerializeToString()))
 
-    def _submit(self, session: Session, submit: pb.Submit) -> None:
+    def _tell(self, **command: Any) -> None:
+        """Send the engine process a command of the front's own."""
+        self._engine.send(Command(pb.Command(**command).SerializeToString()))
+
+    def _submit(self, session: Session, command: pb.Command) -> None:
+        request_id = command.submit.request_id
         if self.is_draining:
-            self._refuse(session, submit.request_id, UnavailableError("this worker is draining"))
+            self._refuse(session, request_id, UnavailableError("this worker is draining"))
             return
-        if submit.request_id in session.names:
-            self._refuse(session, submit.request_id, EngineError("this request id is in use"))
+        if request_id in session.names:
+            self._refuse(session, request_id, EngineError("this request id is in use"))
             return
-        name = RequestId(f"{submit.request_id[:64]}.{next(self._names)}")
-        session.names[submit.request_id] = name
-        self._owner[name] = (session, submit.request_id)
-        self._engine.send(Submit(name, submit.SerializeToString()))
+        name = RequestId(f"{request_id[:64]}.{next(self._names)}")
+        session.names[request_id] = name
+        self._owner[name] = (session, request_id)
+        command.submit.request_id = name
+        self._engine.send(Command(command.SerializeToString()))
 
     def _refuse(self, session: Session, request_id: str, error: MiniInferError) -> None:
         session.send(pb.StepReport(failures=[failure_of(error, request_id)], load=self._load_report()))
@@ -122,18 +128,18 @@ class WorkerFront:
         name = session.names.pop(request_id, None)
         if name is not None:
             del self._owner[name]
-            self._engine.send(Cancel(name))
+            self._tell(cancel=pb.Cancel(request_id=name))
 
     def _close(self, session: Session) -> None:
         self._sessions.discard(session)
         for request_id in list(session.names):
             self._cancel(session, request_id)
-        self._release(session.unsent_handles())
+        self.release(*session.unsent_handles())
 
-    def _release(self, leases: Iterable[pb.KvHandle | pb.Release]) -> None:
+    def release(self, *leases: pb.KvHandle | pb.Release) -> None:
         """Free KV that nobody will read, for example because its router is gone."""
         for lease in leases:
-            self._engine.send(Release(LeaseId(lease.lease_id), Epoch(lease.epoch)))
+            self._tell(release=pb.Release(lease_id=lease.lease_id, epoch=lease.epoch))
 
     # -- in and out of service -------------------------------------------------------------------------------
 
@@ -178,7 +184,7 @@ class WorkerFront:
         for offer in map(pb.KvOffer.FromString, report.offers):
             owner = self._owner.get(RequestId(offer.request_id))
             if owner is None:  # cancelled while the step ran
-                self._release([offer.kv_handle])
+                self.release(offer.kv_handle)
                 continue
             session, offer.request_id = owner
             reports[session].kv_offers.append(offer)
@@ -186,7 +192,7 @@ class WorkerFront:
             owner = self._owner.get(delta.request_id)
             if owner is None:  # cancelled while the step ran
                 if delta.handle is not None:
-                    self._release([pb.KvHandle.FromString(delta.handle)])
+                    self.release(pb.KvHandle.FromString(delta.handle))
                 continue
             session, request_id = owner
             reports[session].deltas.append(token_delta(delta, request_id))
@@ -218,7 +224,7 @@ class WorkerFront:
             if not session.send(report):
                 logger.warning("a router does not read its reports: closing its stream")
                 self._close(session)
-                self._release(kv_handles(report))
+                self.release(*kv_handles(report))
                 session.close("the router does not keep up")
 
     def measure_memory(self) -> None:

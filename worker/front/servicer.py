@@ -16,7 +16,7 @@ from protos import types_pb2 as pb
 from worker.config import WorkerConfig
 from worker.front.engine_client import EngineClient
 from worker.front.front import WorkerFront
-from worker.messages import Release, Renew, Stage
+from worker.messages import Renew, Stage
 
 
 class WorkerServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]
@@ -62,7 +62,7 @@ def add_kv_service(
     servicer = service(
         leases=front.leases,
         on_renew=lambda *lease: engine.send(Renew(*lease)),
-        on_release=lambda *lease: engine.send(Release(*lease)),
+        on_release=lambda lease_id, epoch: front.release(pb.Release(lease_id=lease_id, epoch=epoch)),
         descriptions=ready.descriptions,
     )
     if ready.needs_staging:

@@ -10,7 +10,6 @@ from tests.harness.waiting import until
 from tests.worker.front.test_front import HANDLE, Attached
 from worker.drains.drain import Drain
 from worker.front.sessions import Session
-from worker.messages import Prefetch
 
 
 def drain_of(attached: Attached) -> Drain:
@@ -35,12 +34,12 @@ async def test_a_draining_worker_takes_no_parts_of_prompts(attached: Attached) -
     await anext(attached.reports)  # the snapshot
     offer = pb.KvOffer(request_id="r", kv_handle=HANDLE, block_keys=[b"key"])
     attached.command(prefetch=offer)
-    taken = Prefetch(offer.SerializeToString())
+    taken = pb.Command(prefetch=offer)
     await attached.engine.until_sent(taken)
     drain_of(attached)
     attached.command(prefetch=offer)
-    left = pb.KvOffer(request_id="r", kv_handle=HANDLE)
-    await attached.engine.until_sent(taken, Prefetch(left.SerializeToString()))
+    left = pb.Command(prefetch=pb.KvOffer(request_id="r", kv_handle=HANDLE))
+    await attached.engine.until_sent(taken, left)
 
 
 def test_a_router_that_does_not_say_that_it_knows_is_not_waited_for() -> None:

@@ -10,10 +10,9 @@ import pytest
 from common.token_ids import pack_ids
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.request import RequestId
 from protos import types_pb2 as pb
 from worker.engine_process.process import IDLE_WAIT_SECONDS, EngineProcess
-from worker.messages import StepReport, Stop, Submit
+from worker.messages import Command, StepReport, Stop
 
 
 class Peers:
@@ -70,10 +69,15 @@ class Link:
         self.reports.append(report)
 
 
-def submit(name: str, due_seconds: float = 0.0) -> Submit:
+def sent(submit: pb.Submit) -> Command:
+    return Command(pb.Command(submit=submit).SerializeToString())
+
+
+def submit(name: str, due_seconds: float = 0.0) -> Command:
     sampling = pb.SamplingParams(max_tokens=3, ignore_eos=True)
     message = pb.Submit(prompt_token_ids=pack_ids(range(20)), sampling=sampling, due_seconds=due_seconds, keep=True)
-    return Submit(RequestId(name), message.SerializeToString())
+    message.request_id = name
+    return sent(message)
 
 
 def test_the_pool_is_checked_when_no_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +106,10 @@ def test_overdue_requests_are_served_first_and_those_without_objective_last() ->
 
 def test_bad_sampling_parameters_are_refused_and_the_peers_lease_let_go() -> None:
     sampling, handle = pb.SamplingParams(max_tokens=1, temperature=-1.0), pb.KvHandle(lease_id="lease", num_tokens=1)
-    message = pb.Submit(prompt_token_ids=pack_ids([1, 2]), sampling=sampling, kv_handle=handle)
+    prompt = pack_ids([1, 2])
+    message = pb.Submit(request_id="a", prompt_token_ids=prompt, sampling=sampling, kv_handle=handle)
     parts, peers = assemble(EngineConfig("dry-run", num_gpu_blocks=64)), Peers()
-    link = Link([[Submit(RequestId("a"), message.SerializeToString())], [Stop()]])
+    link = Link([[sent(message)], [Stop()]])
     EngineProcess(link, parts.engine, peers, peers, peers, lambda: None).run()  # type: ignore[arg-type]
     [failure] = [pb.Failure.FromString(data) for report in link.reports for data in report.failures]
     assert (failure.request_id, failure.code, failure.param) == ("a", pb.FAILURE_CODE_INVALID_ARGUMENT, "temperature")

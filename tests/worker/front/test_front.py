@@ -12,25 +12,20 @@ import pytest
 from common.errors import InvalidRequestError, UnavailableError
 from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId
-from kvstore.types import Epoch, LeaseId
 from protos import types_pb2 as pb
 from tests.harness.waiting import until
 from worker.front import front, sessions
 from worker.front.front import WorkerFront
-from worker.messages import (
-    Cancel,
-    Delta,
-    Prefetch,
-    Release,
-    StepReport,
-    Submit,
-    ToEngine,
-)
+from worker.messages import Command, Delta, StepReport, ToEngine
 from worker.protobuf import failure_of
 
 HANDLE = pb.KvHandle(lease_id="lease", worker_id="w", epoch=7, shards=[b"unread"])
-RELEASE = Release(LeaseId("lease"), Epoch(7))
+RELEASE = pb.Command(release=pb.Release(lease_id="lease", epoch=7))
 SAMPLING = pb.SamplingParams(max_tokens=1)
+
+
+def cancel(request_id: str) -> pb.Command:
+    return pb.Command(cancel=pb.Cancel(request_id=request_id))
 
 
 class EngineProcess:
@@ -39,15 +34,17 @@ class EngineProcess:
     pid = os.getpid()
 
     def __init__(self) -> None:
-        self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
-        self.others: list[ToEngine] = []
+        self.submitted: asyncio.Queue[pb.Submit] = asyncio.Queue()
+        self.others: list[pb.Command] = []
         self.to_front: asyncio.Queue[StepReport] = asyncio.Queue()
 
     def send(self, message: ToEngine) -> None:
-        if isinstance(message, Submit):
-            self.submitted.put_nowait(message)
+        assert isinstance(message, Command)
+        command = pb.Command.FromString(message.data)
+        if command.HasField("submit"):
+            self.submitted.put_nowait(command.submit)
         else:
-            self.others.append(message)
+            self.others.append(command)
 
     async def reports(self) -> AsyncIterator[StepReport]:
         while True:
@@ -63,9 +60,9 @@ class EngineProcess:
         offer = pb.KvOffer(request_id=request_id, kv_handle=HANDLE, block_keys=[b"key"])
         self.to_front.put_nowait(StepReport(offers=[offer.SerializeToString()]))
 
-    async def until_sent(self, *messages: ToEngine) -> None:
-        await until(lambda: len(self.others) >= len(messages))
-        assert self.others == list(messages)
+    async def until_sent(self, *commands: pb.Command) -> None:
+        await until(lambda: len(self.others) >= len(commands))
+        assert self.others == list(commands)
 
 
 Report = Callable[[EngineProcess, RequestId], None]
@@ -89,7 +86,7 @@ class Attached:
         """The id under which the engine knows the request."""
         self.command(submit=pb.Submit(request_id="r", prompt_token_ids=pack_ids([1, 2, 3]), sampling=SAMPLING))
         await anext(self.reports)  # the snapshot
-        return (await asyncio.wait_for(self.engine.submitted.get(), 60)).request_id
+        return RequestId((await asyncio.wait_for(self.engine.submitted.get(), 60)).request_id)
 
     def command(self, **kind: Any) -> None:
         self.commands.put_nowait(pb.Command(**kind))
@@ -107,9 +104,9 @@ async def attached() -> AsyncIterator[Attached]:
 async def test_kv_of_a_request_cancelled_meanwhile_is_released(attached: Attached, report: Report) -> None:
     request_id = await attached.submit()
     attached.command(cancel=pb.Cancel(request_id="r"))
-    await attached.engine.until_sent(Cancel(request_id))
+    await attached.engine.until_sent(cancel(request_id))
     report(attached.engine, request_id)  # the engine had not heard of it
-    await attached.engine.until_sent(Cancel(request_id), RELEASE)
+    await attached.engine.until_sent(cancel(request_id), RELEASE)
 
 
 async def test_kv_that_was_reported_is_the_routers(attached: Attached) -> None:
@@ -128,7 +125,7 @@ async def test_an_offer_goes_to_its_router_and_from_there_to_the_engine(attached
     [offer] = report.kv_offers
     assert offer == pb.KvOffer(request_id="r", kv_handle=HANDLE, block_keys=[b"key"])
     attached.command(prefetch=offer)
-    await attached.engine.until_sent(Prefetch(offer.SerializeToString()))
+    await attached.engine.until_sent(pb.Command(prefetch=offer))
 
 
 async def test_kv_in_a_report_that_was_not_sent_is_released(attached: Attached) -> None:
@@ -150,7 +147,7 @@ async def test_a_router_that_does_not_keep_up_loses_its_stream(
     async with asyncio.timeout(60):
         while RELEASE not in attached.engine.others:
             await asyncio.sleep(0.001)
-    open_on_close = [] if report is EngineProcess.prefilled else [Cancel(request_id)]
+    open_on_close = [] if report is EngineProcess.prefilled else [cancel(request_id)]
     assert attached.engine.others == [*open_on_close, RELEASE]
     with pytest.raises(UnavailableError, match="keep up"):
         await asyncio.wait_for(anext(attached.reports), 60)
@@ -186,7 +183,7 @@ async def test_a_router_whose_command_meets_a_bug_loses_its_stream(
     def fail(*_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(front, "Prefetch", fail)
+    monkeypatch.setattr(front, "Command", fail)
     attached.command(prefetch=pb.KvOffer())
     await anext(attached.reports)  # the snapshot
     with pytest.raises(UnavailableError, match="could not be carried out"):
