@@ -182,10 +182,8 @@ class PoolGeometry:
 
     def has_blocks_of(self, other: PoolGeometry) -> bool:
         """Whether a block of `other` is one of this pool, byte for byte."""
-        mine, theirs = (
-            (geometry.block_size, geometry.fingerprint, geometry.shard, geometry.layout) for geometry in (self, other)
-        )
-        return mine == theirs
+        mine = self.block_size, self.fingerprint, self.shard, self.layout
+        return mine == (other.block_size, other.fingerprint, other.shard, other.layout)
 
     @cached_property
     def block_shape(self) -> tuple[int, int, int, int, int]:

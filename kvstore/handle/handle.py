@@ -129,23 +129,22 @@ class PeerLease:
         return self.shards[0].address.kv_address
 
 
+@dataclass(frozen=True, slots=True)
 class HandleWriter:
-    """Writes the handles of one worker's leases."""
+    """Writes the handles of one worker's leases, all of which name its shards."""
 
-    def __init__(self, worker_id: str, shards: Sequence[HandleShard], lease_seconds: float) -> None:
-        """Keep the shards that every handle names, in the order of ranks."""
-        self._worker_id = WorkerId(worker_id)
-        self._shards = shards
-        self.lease_seconds = lease_seconds
+    worker_id: str
+    shards: Sequence[HandleShard]  # in the order of ranks
+    lease_seconds: float
 
     def write(self, lease: Lease, num_tokens: int, digests: Sequence[Sequence[int]]) -> pb.KvHandle:
         """The handle of a lease on blocks that hold the KV of `num_tokens`; of each shard one digest per block."""
         shards = [
             pack_shard(shard.geometry, shard.address, lease.block_ids, own)
-            for shard, own in zip(self._shards, digests, strict=True)
+            for shard, own in zip(self.shards, digests, strict=True)
         ]
         return pb.KvHandle(
-            lease_id=lease.lease_id, worker_id=self._worker_id, epoch=lease.epoch, num_tokens=num_tokens,
+            lease_id=lease.lease_id, worker_id=self.worker_id, epoch=lease.epoch, num_tokens=num_tokens,
             lease_seconds=self.lease_seconds, shards=shards,
         )  # fmt: skip
 

@@ -18,7 +18,6 @@ from common.token_ids import ID_BYTES
 from kvstore.types import BlockKey
 
 HASH_VERSION = 3  # of keys, and of what routers and workers send each other
-KEY_BYTES = 32
 GROUP_MARK = b"\0kvg"  # begins the keys of groups but the first; another key does with a chance of 2^-32
 
 

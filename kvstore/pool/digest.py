@@ -34,19 +34,18 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def digest_blocks(blocks: npt.NDArray[np.uint8]) -> list[int]:
-    """Digests of the rows of a `[num_blocks, block_bytes]` array, each 0 <= digest < 2^64.
-
-    Raises ConfigError when block_bytes is not a multiple of 8.
-    """
-    num_blocks, block_bytes = blocks.shape
-    check_block_bytes(block_bytes)
-    a, b = digest_weights(block_bytes // WORD_BYTES)
-    return [_digest(np.ascontiguousarray(blocks[i]).view(np.int64), a, b) for i in range(num_blocks)]
+    """Digests of the rows of a `[num_blocks, block_bytes]` array, see `digest_rows`."""
+    return digest_rows(blocks, range(len(blocks)))
 
 
 def digest_rows(blocks: npt.NDArray[np.uint8], rows: Iterable[int]) -> list[int]:
-    """Digests of the given rows of `[num_blocks, block_bytes]`, computed in place."""
-    return [digest_blocks(blocks[row : row + 1])[0] for row in rows]
+    """Digests of the given rows of `[num_blocks, block_bytes]`, each 0 <= digest < 2^64.
+
+    Raises ConfigError when block_bytes is not a multiple of 8.
+    """
+    check_block_bytes(blocks.shape[1])
+    a, b = digest_weights(blocks.shape[1] // WORD_BYTES)
+    return [_digest(np.ascontiguousarray(blocks[row]).view(np.int64), a, b) for row in rows]
 
 
 @lru_cache(maxsize=8)

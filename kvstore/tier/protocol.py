@@ -19,10 +19,10 @@ from collections import Counter
 from typing import Any
 
 from common.errors import InvalidRequestError
-from kvstore.pool.block_hash import KEY_BYTES
 from kvstore.tier.host_tier import HostTierAllocator
 from kvstore.types import BlockKey, HostSlot
 
+KEY_BYTES = 32
 MAX_ITEMS = 1 << 16  # keys or slots in one request
 MAX_FRAME_BYTES = 4 << 20
 MAX_BLOCK_BYTES = 1 << 32

@@ -18,7 +18,7 @@ import grpc
 
 from common.errors import MiniInferError, TransferError, UnavailableError
 from common.net.rpc import CHANNEL_OPTIONS, Context, abort_with, token_metadata
-from kvstore.handle.handle import PeerLease, PeerShard
+from kvstore.handle.handle import PeerLease
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import BlockId, Epoch, LeaseId
 from protos import kvstore_pb2, kvstore_pb2_grpc
@@ -46,11 +46,6 @@ class LeaseClient:
         """Release a lease; False when there was none. Raises UnavailableError."""
         request = kvstore_pb2.LeaseRequest(lease_id=lease.lease_id, epoch=lease.epoch)
         return bool(self.call(lease.kv_address, "Release", request).held)
-
-    def describe(self, shard: PeerShard, transport: str) -> bytes:
-        """What the peer's transport tells only those with the token. Raises UnavailableError, TransferError."""
-        request = kvstore_pb2.DescribeTransportRequest(epoch=shard.epoch, transport=transport)
-        return bytes(self.call(shard.address.kv_address, "DescribeTransport", request).description)
 
     def call(self, address: str, method: str, request: Any, seconds: float = CALL_SECONDS) -> Any:
         """Call a peer. Raises UnavailableError when it cannot be reached in time, else TransferError."""

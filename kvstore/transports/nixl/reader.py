@@ -24,6 +24,7 @@ from kvstore.transports.nixl.agent import NixlAgent, NixlRead, RemoteAgent, Span
 from kvstore.transports.shm import rows_of_lease
 from kvstore.transports.transport import BlockPull, Blocks, LocalPool, Reader, SourcePart, Transport
 from kvstore.types import Epoch, WorkerId, runs_of
+from protos import kvstore_pb2
 
 NAME = "nixl"
 PIECE_BYTES = 16 << 20
@@ -143,7 +144,9 @@ class NixlReader:
 
     def _connect(self, shard: PeerShard) -> RemoteAgent:
         """Get to know the peer and keep it for later, too."""
-        peer = self._agent.connect(self._leases.describe(shard, NAME))
+        request = kvstore_pb2.DescribeTransportRequest(epoch=shard.epoch, transport=NAME)
+        reply = self._leases.call(shard.address.kv_address, "DescribeTransport", request)
+        peer = self._agent.connect(reply.description)
         if peer.name != shard.address_for(NAME):
             self._agent.disconnect(peer)
             raise TransferError("the address is another worker's, or this one has restarted (stale epoch)")
