@@ -166,14 +166,10 @@ class BlockPool:
     def _evict(self) -> BlockId:
         """Take the least recently used cached block out of the cache; it is in no state then."""
         block_id, _none = self._cached.popitem(last=False)
-        self._evicted[block_id] = self._forget(block_id)
-        return block_id
-
-    def _forget(self, block_id: BlockId) -> BlockKey:
-        key = self._key_of.pop(block_id)
+        key = self._evicted[block_id] = self._key_of.pop(block_id)
         del self._block_of[key]
         self._record(key, stored=False)
-        return key
+        return block_id
 
     def _record(self, key: BlockKey, stored: bool) -> None:
         if key.startswith(GROUP_MARK):

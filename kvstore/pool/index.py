@@ -88,27 +88,22 @@ class PrefixIndex:
         elif sequence != entry.sequence + 1:
             entry.state = IndexState.DEGRADED
         entry.sequence = sequence
-        for key in removed:
-            self._remove(entry, key)
-        for key in stored:
-            self._add(entry, key)
-        self._trim(entry)
+        self._remove(entry, removed)
+        self._add(entry, stored)
         return entry.state is not IndexState.DEGRADED
 
     def snapshot(self, worker: WorkerId, sequence: int, keys: Sequence[BlockKey]) -> None:
         """Replace all that is known of `worker`; events go on at `sequence` + 1."""
         entry = self._entry(worker)
-        self._forget_all(entry)
+        self._remove(entry, list(entry.keys))
         entry.sequence = sequence
         entry.state = IndexState.EXACT
-        for key in keys:
-            self._add(entry, key)
-        self._trim(entry)
+        self._add(entry, keys)
 
     def remove_worker(self, worker: WorkerId) -> None:
         entry = self._workers.pop(worker, None)
         if entry is not None:
-            self._forget_all(entry)
+            self._remove(entry, list(entry.keys))
             del self._by_bit[entry.bit]
 
     # --- inner -------------------------------------------------------------------------------------------
@@ -129,31 +124,23 @@ class PrefixIndex:
             result[self._by_bit[bit]] = count
             gone ^= bit
 
-    def _add(self, entry: _Worker, key: BlockKey) -> None:
-        entry.keys[key] = None
-        self._mask[key] = self._mask.get(key, 0) | entry.bit
-
-    def _remove(self, entry: _Worker, key: BlockKey) -> None:
-        if key in entry.keys:
-            del entry.keys[key]
-            self._unmask(entry, key)
-
-    def _unmask(self, entry: _Worker, key: BlockKey) -> None:
-        rest = self._mask[key] & ~entry.bit
-        if rest:
-            self._mask[key] = rest
-        else:
-            del self._mask[key]
-
-    def _forget_all(self, entry: _Worker) -> None:
-        for key in entry.keys:
-            self._unmask(entry, key)
-        entry.keys.clear()
-
-    def _trim(self, entry: _Worker) -> None:
+    def _add(self, entry: _Worker, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            entry.keys[key] = None
+            self._mask[key] = self._mask.get(key, 0) | entry.bit
         excess = len(entry.keys) - self._max_keys
         if excess > 0:
             if entry.state is IndexState.EXACT:
                 entry.state = IndexState.PARTIAL
-            for key in list(entry.keys)[:excess]:
-                self._remove(entry, key)
+            self._remove(entry, list(entry.keys)[:excess])
+
+    def _remove(self, entry: _Worker, keys: Iterable[BlockKey]) -> None:
+        for key in keys:
+            if key not in entry.keys:
+                continue
+            del entry.keys[key]
+            rest = self._mask[key] & ~entry.bit
+            if rest:
+                self._mask[key] = rest
+            else:
+                del self._mask[key]
