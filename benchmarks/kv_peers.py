@@ -102,7 +102,7 @@ class Reader:
             began = time.perf_counter()
             used = self._client.pull(lease, positions, local)
             times.append(time.perf_counter() - began)
-            assert used in self.memory.transports
+            assert used in self._client.transports
         for lease in leases:
             self.memory.leases.release(lease)
         return times

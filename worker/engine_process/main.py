@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from common.errors import MiniInferError
 from common.logging import setup_logging
@@ -84,7 +84,8 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     fence = parts.runner.start_queued if config.pp > 1 and not memory.needs_staging else memory.fence
     kind_of_loads = from_wing("worker.progressive_pulls.progressive_loads:ProgressiveLoads") or KvLoads
     loads = kind_of_loads(engine, puller, fence, can_read=not config.stage_address)
-    info = _engine_info(parts, memory, [] if config.stage_address else memory.transports)  # of all layers, or none
+    readable = () if config.stage_address else memory.clients[0].transports  # all layers, or none
+    info = _engine_info(parts, memory, readable)
     sockets = [rank.socket_path for rank in memory.ranks]
     link.send(Ready(info.SerializeToString(), sockets, memory.needs_staging, memory.descriptions))
     adjust_cores = None if cores is None else cores.adjust
@@ -97,7 +98,7 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
-def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: list[str]) -> pb.WorkerInfo:
+def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: Sequence[str]) -> pb.WorkerInfo:
     """The engine's part of what routers are told of the worker."""
     geometry = parts.geometry
     return pb.WorkerInfo(

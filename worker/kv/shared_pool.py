@@ -57,11 +57,6 @@ class SharedPoolMemory(PoolMemory):
         }
 
     @property
-    def transports(self) -> list[str]:
-        """List the transports by which this worker reads, the best first."""
-        return list(self.clients[0].transports)
-
-    @property
     def needs_staging(self) -> bool:
         """Whether leases name blocks that peers do not find in host memory."""
         return any(rank.needs_staging for rank in self.ranks)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import HandshakeError, TransferError
@@ -113,6 +113,7 @@ def test_an_impossible_pool_is_the_peers_error(path: list[int | str], value: obj
         open_handle(with_value([1, *path], value))
 
 
+@settings(max_examples=30)  # each takes long to make up
 @given(st.recursive(st.none() | st.integers() | st.text() | st.binary(), st.lists))
 def test_nonsense_describes_no_pool(value: object) -> None:
     with pytest.raises(TransferError, match="malformed pool"):

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +13,19 @@ from kvstore.layout import full_attention
 from kvstore.transports import shm
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shm import ShmReader
-from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import Epoch
 from tests.harness.waiting import wait_until
-from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, host_client, ids, with_address, with_shard
+from tests.kvstore.helpers import (
+    GEOMETRY,
+    OTHER_DTYPE,
+    Owner,
+    empty_pool,
+    host_client,
+    ids,
+    pull_of_one,
+    with_address,
+    with_shard,
+)
 
 
 def test_a_changed_block_is_not_accepted(tmp_path: Path) -> None:
@@ -93,17 +101,15 @@ def test_a_mapping_is_kept_until_the_worker_lives_again(tmp_path: Path) -> None:
     transport = ShmReader(mine, LeaseClient())
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        transport.pull(BlockPull([SourcePart(owner.peer([1]).shards[0])], [0], ids(0), time.monotonic() + 60.0))
+        transport.pull(pull_of_one(owner.peer([1])))
     assert len(transport._mappings._found) == 1
     owner.close()
-    transport.pull(
-        BlockPull([SourcePart(owner.peer([2]).shards[0])], [0], ids(1), time.monotonic() + 60.0)
-    )  # no socket needed any more
-    np.testing.assert_array_equal(mine[1], owner.blocks[2])
+    transport.pull(pull_of_one(owner.peer([2])))  # no socket needed any more
+    np.testing.assert_array_equal(mine[0], owner.blocks[2])
     reborn = Owner(tmp_path, seed=1)
-    transport.pull(BlockPull([SourcePart(reborn.peer([2]).shards[0])], [0], ids(1), time.monotonic() + 60.0))
+    transport.pull(pull_of_one(reborn.peer([2])))
     assert len(transport._mappings._found) == 1
-    np.testing.assert_array_equal(mine[1], reborn.blocks[2])
+    np.testing.assert_array_equal(mine[0], reborn.blocks[2])
     transport.close()
     reborn.close()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)

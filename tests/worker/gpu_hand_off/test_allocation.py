@@ -47,7 +47,7 @@ def test_blocks_of_a_lease_are_found_in_the_rows_in_front(tmp_path: Path) -> Non
     assert isinstance(client._readers["shm"], DeviceShmReader)
     assert own.host_blocks.shape == (4, GEOMETRY.block_bytes)
     [shard] = memory.serve("host:1")
-    assert (memory.transports, shard.address.needs_staging) == (["shm"], True)
+    assert (list(memory.clients[0].transports), shard.address.needs_staging) == (["shm"], True)
     pool = BlockPool(GEOMETRY.num_blocks)
     leases = memory.open_leases(pool.release, HandleWriter("gpu", [shard], 60.0))
     assert isinstance(leases, StagedLeases)

@@ -36,7 +36,7 @@ def test_a_cpu_worker_has_what_it_was_told(tmp_path: Path, wanted: str, transpor
     (shard,) = memory.serve("host:1")
     socket_path = str(tmp_path / "reader.kv.sock").encode()
     assert shard.address == ShardAddress("host:1", False, {"shm": socket_path, "tcp": b""})
-    assert (memory.transports, memory.needs_staging) == (transports, False)
+    assert (list(memory.clients[0].transports), memory.needs_staging) == (transports, False)
     memory.close()
 
 
@@ -86,7 +86,7 @@ def test_a_pool_in_gpu_memory_is_of_one_process_where_nothing_hands_it_over(
     monkeypatch.setattr(shared_pool, "from_wing", lambda path: None)
     memory = SharedPoolMemory(WorkerConfig(worker_id="gpu", run_dir=str(tmp_path)))
     assert memory.allocate(GEOMETRY, torch.device("meta")).shape == (GEOMETRY.num_blocks, *GEOMETRY.block_shape)
-    assert (memory.transports, memory.needs_staging, memory.serve("host:1")) == ([], False, [])
+    assert (list(memory.clients[0].transports), memory.needs_staging, memory.serve("host:1")) == ([], False, [])
     owner = Owner(tmp_path)
     with pytest.raises(UnavailableError, match="no transport in common"):
         memory.clients[0].pull(owner.peer([3]), [0], [BlockId(0)])

@@ -34,7 +34,7 @@ def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path, monkey
     owner = open_memory(tmp_path / "owner", "auto")
     nccl_on(received, "GPU-2", monkeypatch)
     reader = open_memory(tmp_path, "auto")
-    assert reader.transports == ["nccl", "shm", "tcp"]
+    assert list(reader.clients[0].transports) == ["nccl", "shm", "tcp"]
     pool, device_pool = BlockPool(GEOMETRY.num_blocks), DevicePool(sent)
     writer = HandleWriter("reader", owner.serve("127.0.0.1:1"), 60.0)
     leases = owner.open_leases(pool.release, writer)

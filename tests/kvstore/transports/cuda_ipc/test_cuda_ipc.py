@@ -22,7 +22,6 @@ from kvstore.transports.fallbacks.client import FallbackClient
 from kvstore.transports.kv_transfer import LeaseClient
 from kvstore.transports.shared_memory import blocks_over, map_fd, reopen_read_only
 from kvstore.transports.shm import ShmReader
-from kvstore.transports.transport import BlockPull, SourcePart
 from kvstore.types import BlockId, Epoch
 from tests.harness.waiting import wait_until
 from tests.kvstore.helpers import GEOMETRY, OTHER_DTYPE, Owner, empty_pool, ids, pull_of_one, with_address, with_shard
@@ -137,7 +136,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, transport: CudaIpcReader, 
     for number in (8, -1):
         lease = with_shard(owner.device_peer([1]), block_ids=tuple(ids(number)))
         with pytest.raises(TransferError, match="outside"):
-            transport.pull(BlockPull([SourcePart(lease.shards[0])], [0], ids(0), time.monotonic() + 60.0))
+            transport.pull(pull_of_one(lease))
     assert not device.pool.any()
     owner.close()
 
@@ -146,18 +145,18 @@ def test_a_mapping_ends_with_its_owner_and_its_memory_is_free_for_the_next(
     tmp_path: Path, transport: CudaIpcReader, device: HostDevice
 ) -> None:
     first = GpuOwner(tmp_path)
-    peer = first.device_peer([1, 2, 5]).shards[0]
-    transport.pull(BlockPull([SourcePart(peer)], [0, 2], ids(0, 1), time.monotonic() + 60.0))
+    peer = first.device_peer([1])
+    transport.pull(pull_of_one(peer))
     first.close()  # what its connections show, and those of a process that was killed
     wait_until(lambda: len(transport._mappings) == 0)
     wait_until(lambda: device.num_open == 0)
     with pytest.raises(MiniInferError):
-        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
+        transport.pull(pull_of_one(peer))
     reborn = GpuOwner(tmp_path, seed=1)
-    transport.pull(BlockPull([SourcePart(reborn.device_peer([2]).shards[0])], [0], ids(0), time.monotonic() + 60.0))
+    transport.pull(pull_of_one(reborn.device_peer([2])))
     np.testing.assert_array_equal(device.pool[0], reborn.blocks[2])
     with pytest.raises(TransferError, match="epoch"):  # a handle of the first life
-        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
+        transport.pull(pull_of_one(peer))
     assert len(transport._mappings) == device.num_open == 1
     reborn.close()
 
@@ -166,7 +165,7 @@ def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
     tmp_path: Path, transport: CudaIpcReader, device: HostDevice
 ) -> None:
     owner = GpuOwner(tmp_path)
-    peer = owner.device_peer([3]).shards[0]
+    peer = owner.device_peer([3])
 
     def die() -> None:
         owner.close()
@@ -174,19 +173,19 @@ def test_an_owner_that_dies_during_a_pull_is_unmapped_after_it(
         time.sleep(0.02)
 
     device.during_pull = die
-    transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
+    transport.pull(pull_of_one(peer))
     np.testing.assert_array_equal(device.pool[0], owner.blocks[3])
     wait_until(lambda: device.num_open == 0)
 
 
 def test_two_threads_map_a_peer_once(tmp_path: Path, transport: CudaIpcReader, device: HostDevice) -> None:
     owner = GpuOwner(tmp_path)
-    peer = owner.device_peer([3]).shards[0]
+    peer = owner.device_peer([3])
     together = threading.Barrier(4)
 
     def pull() -> None:
         together.wait()
-        transport.pull(BlockPull([SourcePart(peer)], [0], ids(0), time.monotonic() + 60.0))
+        transport.pull(pull_of_one(peer))
 
     threads = [threading.Thread(target=pull) for _ in range(4)]
     for thread in threads:
