@@ -8,14 +8,18 @@ engine/request.py. A test says which is missing.
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from dataclasses import fields
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import msgspec
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
-from common.errors import InvalidRequestError, OverloadedError, TransferError
+from common.errors import InvalidRequestError, MiniInferError, OverloadedError, TransferError
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
@@ -146,3 +150,47 @@ def test_failures_say_what_the_client_got_wrong() -> None:
     )
     assert failure_of(OverloadedError("why"), "r").code == pb.FAILURE_CODE_RESOURCE_EXHAUSTED
     assert failure_of(TransferError("why"), "r").code == pb.FAILURE_CODE_INTERNAL  # a status that routers do not know
+
+
+NUMBERS = [0, 1, 5, 2**31 - 1]
+EXTREMES: dict[int, list[Any]] = {
+    FieldDescriptor.CPPTYPE_INT32: [*NUMBERS, -1, -(2**31)],
+    FieldDescriptor.CPPTYPE_INT64: [*NUMBERS, -1, 2**63 - 1, -(2**63)],
+    FieldDescriptor.CPPTYPE_UINT32: [*NUMBERS, 2**32 - 1],
+    FieldDescriptor.CPPTYPE_UINT64: [*NUMBERS, 2**64 - 1],
+    FieldDescriptor.CPPTYPE_FLOAT: [0.0, 1.0, -1.0, 1e30, nan, inf],
+    FieldDescriptor.CPPTYPE_DOUBLE: [0.0, 1.0, -1.0, 1e300, nan, inf],
+    FieldDescriptor.CPPTYPE_BOOL: [False, True],
+    FieldDescriptor.CPPTYPE_ENUM: [0, 1],
+}
+
+
+def fill(message: Message, draw: random.Random) -> None:
+    """Set half of the fields, to extreme values."""
+    for field in message.DESCRIPTOR.fields:
+        if draw.random() < 0.5 or (field.message_type and field.message_type.GetOptions().map_entry):
+            continue
+        if field.message_type:
+            parts = getattr(message, field.name)
+            for part in [parts.add() for _ in range(draw.randrange(3))] if field.is_repeated else [parts]:
+                part.SetInParent()
+                fill(part, draw)
+            continue
+        texts: list[Any] = [b"", b"12345", b"1234"] if field.type == field.TYPE_BYTES else ["", "x", "{", "\0"]
+        values = [draw.choice(EXTREMES.get(field.cpp_type, texts)) for _ in range(3)]
+        if field.is_repeated:
+            getattr(message, field.name).extend(values)
+        else:
+            setattr(message, field.name, values[0])
+
+
+def test_whatever_a_router_sends_is_a_request_or_refused() -> None:
+    """Any other error would end the engine process, and all its requests."""
+    draw, num_requests = random.Random(1), 0
+    for _ in range(2000):
+        submit = pb.Submit()
+        fill(submit, draw)
+        with suppress(MiniInferError):
+            request_of(submit, 0.0)
+            num_requests += 1
+    assert 0 < num_requests < 2000
