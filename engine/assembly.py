@@ -25,7 +25,7 @@ from engine.kv.memory import DTYPE_NAMES, PoolMemory, block_groups, context_in_p
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.order import ServiceOrder
-from engine.scheduling.scheduler import MAX_REPLAY_TOKENS, Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.start_progress import OnProgress, no_progress
 from engine.wings import Adapters
 from kvstore.layout import PoolGeometry
@@ -139,7 +139,7 @@ def _assemble(
         speculation=speculation,
         prompt_budget=prompt_budget,
         num_stages=ranks.num_stages,
-        max_replay_tokens=MAX_REPLAY_TOKENS if config.batch_invariant and device.type == "cpu" else 0,
+        max_replay_tokens=call_wing("engine.cpu_forms.forms:max_replay_tokens", config, device) or 0,
         cuts_prompts=model_config.is_causal,
     )
     engine = Engine(

@@ -61,9 +61,6 @@ class EngineConfig(Settings):
         "host:port of a `python -m worker.ranks.stage` on another host, which has the first of two stages (--pp 2)",
         excludes={("tp",): "--stage-address with --tp is not supported: leave one out"},
     )
-    batch_invariant: bool = setting(
-        True, "on a CPU: equal answers whatever else is in the batch; larger batches are faster without"
-    )
     num_threads: int = setting(
         0, "CPU threads of the engine; 0: one per core, shared with busy workers of the same --run-dir"
     )

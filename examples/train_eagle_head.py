@@ -30,7 +30,7 @@ from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.cpu.lowering import CpuForward
+from engine.cpu.forward import CpuForward
 from engine.layers.rotary import rotary_table
 from engine.loader.load import LoadedModel, load_model, read_config
 from engine.models.config import ModelConfig

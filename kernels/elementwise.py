@@ -9,7 +9,6 @@ References of the kernels in `kernels/gpu/elementwise`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -32,13 +31,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = scale.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
     return torch.mul(x * scale, weight, out=torch.empty_like(x, dtype=weight.dtype))
-
-
-def native_add_rms_norm(
-    weight: Tensor, eps: float, dtype: torch.dtype
-) -> Callable[[Tensor, Tensor | None], Tensor] | None:
-    """`kernels.native.rows.add_rms_norm`, where that is installed."""
-    return native.add_rms_norm(weight, eps, dtype) if HAS_NATIVE else None
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

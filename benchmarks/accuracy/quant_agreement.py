@@ -26,8 +26,9 @@ from benchmarks.harness import report
 from common.model_files import resolve_model
 from common.text.load import load_tokenizer
 from engine.config import EngineConfig
+from engine.cpu_gemms.gemms import half
 from engine.engine import Engine
-from engine.layers.linear import Linear, half
+from engine.layers.linear import Linear
 from engine.loader.load import LoadedModel, load_model
 from engine.quantization.int4 import quantize_int4
 from kernels.quantization.quantized_gemm import quantize_rows_fp8, quantize_rows_int8, quantized_linear, w8a16_linear

@@ -18,7 +18,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from benchmarks.harness import int_list
-from engine.layers.linear import dense_linear
+from engine.cpu_gemms.gemms import dense_linear
 from kernels.gguf.linear import Blocks, BlockWeight
 
 MAX_INTEGER_ROWS = 24

@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from engine.layers.linear import dense_linear
+from engine.cpu_gemms.gemms import dense_linear
 from engine.mla.latent_attention import LatentAttention
 from engine.models.config import ModelConfig
 from engine.models.families import family_of

@@ -35,14 +35,6 @@ class StepBatch:
         return self.query_starts[-1]
 
 
-def is_generated(row: ScheduledRow, request: RequestState) -> bool:
-    """Whether the row computes generated tokens: one, with its drafts if it has any, or several that are replayed.
-
-    The last token of a prompt whose others are cached is not: it is computed as if nothing had been cached.
-    """
-    return row.start >= request.num_prompt_tokens
-
-
 def build_batch(rows: Sequence[ScheduledRow], requests: Sequence[RequestState], block_size: int) -> StepBatch:
     """Flatten `rows`. Their requests must own blocks for all tokens up to the row's end."""
     token_ids: list[int] = []

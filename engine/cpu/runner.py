@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.wings import has_wing
+from common.wings import call_wing, from_wing, has_wing
 from engine.config import EngineConfig
-from engine.cpu.batch import StepBatch, build_batch, is_generated
-from engine.cpu.lowering import CpuForward, CpuForwards
+from engine.cpu.batch import StepBatch, build_batch
+from engine.cpu.forward import CpuForward, CpuForwards
 from engine.cpu.pool_attention import PoolAttention
 from engine.cpu.sampler import Sampler
 from engine.kv.memory import kv_dtype, kv_layout
@@ -58,8 +58,7 @@ class CpuRunner(ModelRunner):
                 f"the model needs {list(expected)} {expected_dtype}"
             )
         self._model = loaded.model
-        self._batch_invariant = config.batch_invariant and loaded.device.type == "cpu"
-        self._forwards = self._lower(loaded, ranks)
+        self._forwards = self._lower(loaded, config, ranks)
         self._device = loaded.device
         self._block_size = config.block_size
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -70,8 +69,9 @@ class CpuRunner(ModelRunner):
         if loaded.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
 
-    def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> CpuForwards:
-        return CpuForwards(loaded.model, ranks, self._batch_invariant)
+    def _lower(self, loaded: LoadedModel, config: EngineConfig, ranks: RankContext[Seams]) -> CpuForwards:
+        by_rows: CpuForwards | None = call_wing("engine.cpu_forms.forms:forms_by_rows", loaded, config, ranks)
+        return by_rows or CpuForwards(loaded.model, ranks)
 
     def _attention(self, loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
         if not loaded.config.is_causal:
@@ -83,7 +83,9 @@ class CpuRunner(ModelRunner):
             from engine.windows.grouped_attention import GroupedAttention
 
             return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
-        plain = PoolAttention(kv_pool, loaded.model.rotary)
+        plain: AttentionBackend = (from_wing("engine.cpu_forms.aligned_pool:AlignedPoolAttention") or PoolAttention)(
+            kv_pool, loaded.model.rotary
+        )
         if kv_pool.dtype != loaded.dtype or not has_wing("engine.native"):
             return plain
         from engine.native.attention import open_attention
@@ -104,31 +106,17 @@ class CpuRunner(ModelRunner):
         self._copy(plan)
         rows = plan.rows
         result = StepResult.of_rows(len(rows))
-        for indices in self._passes(rows, requests):
+        for indices in self._forwards.passes(rows, requests):
             part = self._run([rows[i] for i in indices], [requests[i] for i in indices])
             result.put(indices, part)
         return CompletedStep(result)
-
-    def _passes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[list[int]]:
-        """Indices of the rows of each forward pass.
-
-        Generated tokens and prompts take different forms of the model. In one pass both would take that of prompts,
-        and a generated token's bits would depend on whether a prompt is in the step.
-        """
-        if not self._batch_invariant:
-            return [list(range(len(rows)))] if rows else []
-        generated: list[int] = []
-        prompts: list[int] = []
-        for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
-            (generated if is_generated(row, request) else prompts).append(index)
-        return [indices for indices in (generated, prompts) if indices]
 
     def _run(self, rows: list[ScheduledRow], requests: list[RequestState]) -> StepResult:
         result = StepResult.of_rows(len(rows))
         batch = build_batch(rows, requests, self._block_size)
         inputs = torch.from_numpy(batch.inputs).to(self._device)
         attend = partial(self._attend, metadata=self._backend.plan(batch, inputs))
-        forward = self._forward_for(batch)
+        forward = self._forwards.choose(batch)
         self._ranks.inbox.receive(rows)
         hidden = forward.hidden(Step(inputs[0], inputs[1], attend))
         if self._ranks.pass_on(hidden):
@@ -155,10 +143,6 @@ class CpuRunner(ModelRunner):
         for num_tokens in (1, longest):
             self.launch(trial_plan([(0, num_tokens)], self._block_size, num_groups=self._num_groups))
         self._requests.clear()
-
-    def _forward_for(self, batch: StepBatch) -> CpuForward:
-        only_decodes = self._device.type == "cpu" and all(map(is_generated, batch.rows, batch.requests))
-        return self._forwards.choose(batch.num_tokens, only_decodes)
 
     def _add_samples(self, forward: CpuForward, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
         """Sample for each row that reaches its last token: the next one, and those that follow its drafts."""

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.cpu_gemms.gemms import dense_linear
 from engine.expert_balancing.placement import Slots
 from engine.expert_parallel.slots import ExpertSlots
 from engine.layers.block import Block
-from engine.layers.linear import Linear, dense_linear, plain
+from engine.layers.linear import Linear, plain
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts, StepPlan
 from engine.quantization.cpu_linears import int8, int8_weight

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from engine.cpu_gemms.gemms import give_float32_logits
 from engine.gguf.mxfp4 import CheckpointBlocks
 from engine.gguf.weights import GgufWeights
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Linear
 from engine.layers.weights import Part
-from engine.loader.conversion import Conversion, give_float32_logits
+from engine.loader.conversion import Conversion
 from engine.models.model import Model
 from engine.moe.moe import Moe
 from engine.quantization.cpu_linears import CpuLinears

@@ -1,7 +1,7 @@
 """The one loop over a model's ops, and the one place where a block's output meets the residual.
 
 What differs between devices, row counts and quantizations is which op stands for a block. A lowering chooses it:
-`engine/cpu/lowering.py`, `engine/gpu/lowering.py`, or `plain`, which runs anywhere and which the others are tested
+`engine/cpu_forms/forms.py`, `engine/gpu/lowering.py`, or `plain`, which runs anywhere and which the others are tested
 against.
 """
 

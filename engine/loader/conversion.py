@@ -1,4 +1,4 @@
-"""What becomes of a model's linear layers while it is built: they stay plain, but for the logits of a CPU.
+"""What becomes of a model's linear layers while it is built: they stay plain, but for the output projection of a CPU.
 
 Quantized weights are a wing (`engine/quantization`), which has another `Conversion`.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-
+from common.wings import call_wing
 from engine.layers.block import Block
-from engine.layers.linear import fits_half, half_linear
 from engine.layers.weights import Part
 from engine.models.model import Model
 
@@ -46,22 +44,7 @@ class Conversion:
 
     def finish(self, model: Model) -> None:
         """Replace the output projection, when all blocks are done."""
-        give_float32_logits(model)
+        call_wing("engine.cpu_gemms.gemms:give_float32_logits", model)
 
     def end(self) -> None:
         """Log what became of the checkpoint. Raises ConfigError for tensors of it that cannot be left out."""
-
-
-def give_float32_logits(model: Model) -> bool:
-    """Let a bfloat16 model on a CPU compute its logits in float32: bfloat16 has steps of 1/8 at a logit of 20.
-
-    False for others, and where float16, which torch has such a GEMM for, cannot hold the weight.
-    """
-    head = model.head
-    if not head.is_plain or head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
-        return False
-    if not fits_half(head.weight):
-        return False
-    model.head = half_linear(head.weight, head.bias)
-    model.hidden_dtype = torch.float32
-    return True

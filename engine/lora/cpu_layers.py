@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.cpu.lowering import (
-    CpuForward,
-    CpuForwards,
-    Rows,
-    lower_model,
-    with_linears_for,
-)
+from engine.cpu.batch import StepBatch
+from engine.cpu.forward import CpuForward
+from engine.cpu_forms.forms import FormsByRows, Rows, lower_model, with_linears_for
 from engine.layers.linear import Linear
 from engine.lora.reader import AdapterWeights, LowRank
 from engine.models.model import Model
@@ -118,7 +115,7 @@ def groups_of(adapters: Iterable[tuple[CpuAdapter | None, range]], num_rows: int
     return Groups(parts, torch.tensor(gathered), added, None if len(kept) == len(gathered) else torch.tensor(kept))
 
 
-class AdaptedForwards(CpuForwards):
+class AdaptedForwards(FormsByRows):
     """The model lowered for each class of steps, without adapters and with them. Weights are shared."""
 
     def __init__(self, model: Model, rows: AdapterRows, ranks: RankContext[Seams], batch_invariant: bool) -> None:
@@ -132,10 +129,14 @@ class AdaptedForwards(CpuForwards):
         super().change(change)
         self._adapted = {rows: change(form) for rows, form in self._adapted.items()}
 
-    def choose(self, num_tokens: int, only_decodes: bool) -> CpuForward:
-        if self._rows.groups is None:
-            return super().choose(num_tokens, only_decodes)
-        return self._adapted[self.rows_of(num_tokens, only_decodes)]
+    def choose(self, batch: StepBatch) -> CpuForward:
+        """See CpuForwards."""
+        adapters = [request.adapter_weights for request in batch.requests]
+        ranges = [range(*ends) for ends in pairwise(batch.query_starts)]
+        self._rows.groups = groups_of(zip(adapters, ranges, strict=True), batch.num_tokens)
+        self._rows.head = None  # log-probabilities of prompts are asked for without adapters of the head
+        forms = self._by_rows if self._rows.groups is None else self._adapted
+        return forms[self.rows_of(batch)]
 
 
 @dataclass(slots=True)

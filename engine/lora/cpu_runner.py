@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch
-from engine.cpu.lowering import CpuForwards
 from engine.cpu.runner import CpuRunner
+from engine.cpu_forms.settings import FormSettings
 from engine.layers.block import Step
 from engine.layers.forward import Forward
 from engine.loader.load import LoadedModel
@@ -37,15 +35,8 @@ class LoraCpuRunner(AdaptedSteps, CpuRunner):
         self._rows = AdapterRows()
         super().__init__(loaded, kv_pool, host_buffer, config, ranks)
 
-    def _lower(self, loaded: LoadedModel, ranks: RankContext[Seams]) -> CpuForwards:
-        return AdaptedForwards(loaded.model, self._rows, ranks, self._batch_invariant)
-
-    def _forward_for(self, batch: StepBatch) -> Forward[Step, Tensor]:
-        adapters = [request.adapter_weights for request in batch.requests]
-        rows = [range(*ends) for ends in pairwise(batch.query_starts)]
-        self._rows.groups = groups_of(zip(adapters, rows, strict=True), batch.num_tokens)
-        self._rows.head = None  # log-probabilities of prompts are asked for without adapters of the head
-        return super()._forward_for(batch)
+    def _lower(self, loaded: LoadedModel, config: EngineConfig, ranks: RankContext[Seams]) -> AdaptedForwards:
+        return AdaptedForwards(loaded.model, self._rows, ranks, config.of(FormSettings).batch_invariant)
 
     def _add_samples(
         self, forward: Forward[Step, Tensor], batch: StepBatch, hidden: Tensor, result: StepResult

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.cpu.batch import StepBatch, is_generated
+from engine.cpu.batch import StepBatch
+from engine.cpu_forms.rows import is_generated
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from kernels.native.chunk_attention import causal_corner, chunk_attention, padded_len

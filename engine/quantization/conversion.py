@@ -26,11 +26,12 @@ from torch import Tensor
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.config import EngineConfig
+from engine.cpu_gemms.gemms import give_float32_logits
 from engine.layers.block import Block, LinearRef
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.layers.weights import Part, WeightSource
-from engine.loader.conversion import Conversion, give_float32_logits
+from engine.loader.conversion import Conversion
 from engine.models.model import Model
 from engine.moe.moe import Expert, Moe
 from engine.quantization.cpu_linears import CpuLinears

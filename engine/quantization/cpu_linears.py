@@ -12,7 +12,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear, dense_linear
+from engine.cpu_gemms.gemms import dense_linear
+from engine.layers.linear import Linear
 from engine.quantization.quantized_rows import Made, QuantizedRows
 
 MAX_INT8_ROWS, MAX_INT4_ROWS = 4, 8  # that quantized GEMMs of a CPU take; more read the dense copy

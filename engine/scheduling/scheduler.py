@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
-MAX_REPLAY_TOKENS = 64  # in a row; a batch-invariant CPU recomputes generated tokens as decode rows
-
 
 class Scheduler:
     """Owns all requests of one engine from `add` to the output that ends them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.wings import require_wing
 from engine.config import EngineConfig
-from engine.cpu.lowering import CpuForward, CpuForwards
+from engine.cpu.forward import CpuForward, CpuForwards
 from engine.cpu.runner import CpuRunner
 from engine.layers.attention import AttentionBackend
 from engine.layers.block import Step
@@ -28,11 +27,7 @@ class WholeModel(CpuForwards):
         def start(step: Step) -> Stream[Tensor]:
             return Stream(code.hidden(step))
 
-        self._forward: Forward[Step, Tensor] = Forward(start, (), lambda hidden, _: hidden, code.logits)
-
-    def choose(self, num_tokens: int, only_decodes: bool) -> Forward[Step, Tensor]:
-        """See CpuForwards."""
-        return self._forward
+        self._form: Forward[Step, Tensor] = Forward(start, (), lambda hidden, _: hidden, code.logits)
 
     def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
         """Raises ConfigError: what is between transformers' layers stays there."""
@@ -41,11 +36,6 @@ class WholeModel(CpuForwards):
 
 class TransformersRunner(CpuRunner):
     """See `engine.transformers_models.model`."""
-
-    def __init__(
-        self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, config: EngineConfig
-    ) -> None:
-        super().__init__(loaded, kv_pool, host_buffer, replace(config, batch_invariant=False))
 
     def _lower(self, loaded: LoadedModel, *_: Any) -> WholeModel:
         assert isinstance(loaded.model, TransformersModel)

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cpu.batch import StepBatch, is_generated
+from engine.cpu.batch import StepBatch
+from engine.cpu_forms.rows import is_generated
 from engine.kv.block_groups import group_table
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from engine.request_states import RequestState
 from engine.windows.block_groups import WindowedGroups
-from kernels.paged_attention import aligned_attention, capped, gather_kv, indexable, write_kv
+from kernels.aligned_attention import aligned_attention, capped
+from kernels.paged_attention import gather_kv, indexable, write_kv
 from kvstore.layout import PoolGeometry
 from kvstore.types import BlockId
 

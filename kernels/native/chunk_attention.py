@@ -15,8 +15,8 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.aligned_attention import MINUS_INFINITY, aligned_attention
 from kernels.cpu_features import has_bfloat16_gemms
-from kernels.paged_attention import MINUS_INFINITY, aligned_attention
 
 QUERY_BLOCK = 128
 MAX_PADDING = 255  # of `padded_len`

@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 import engine.assembly
+import engine.cpu_gemms.gemms
 import engine.gpu.attention.grouped
-import engine.loader.conversion
 import kernels.gpu.attention.kv_splits
 import kernels.gpu.attention.prompt_tiles
 import kernels.gpu.elementwise.rope
@@ -121,7 +121,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         torch.nn.functional, "linear", lambda x, w, *_: filled(*x.shape[:-1], w.shape[0], dtype=x.dtype)
     )
     monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
-    monkeypatch.setattr(engine.loader.conversion, "fits_half", lambda weight: False)
+    monkeypatch.setattr(engine.cpu_gemms.gemms, "fits_half", lambda weight: False)
     # Tiny steps are on both sides of what sets large ones apart.
     monkeypatch.setattr(kernels.gpu.elementwise.rope, "STREAMED_BYTES", 1 << 20)
     monkeypatch.setattr(kernels.gpu.attention.prompt_tiles, "WAVES", 1)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.layers.linear import Linear, dense_linear
+from engine.cpu_gemms.gemms import dense_linear
+from engine.layers.linear import Linear
 from engine.loader.safetensors import PLAIN_TYPES, SafetensorsWeights
 from engine.models.config import ModelConfig
 from engine.models.hf_config import config_from_hf, read_hf_config

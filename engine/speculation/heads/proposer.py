@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.cpu.lowering import CpuForward
+from engine.cpu.forward import CpuForward
 from engine.models.model import Model
 from engine.plan import ScheduledRow, StepResult
 from engine.request import TokenId

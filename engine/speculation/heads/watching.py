@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from engine.cpu.lowering import CpuForward
+from engine.cpu.forward import CpuForward
 from engine.layers.attention import AttentionBlock
 from engine.layers.forward import Forward, Stream
 from engine.models.model import Model

@@ -11,7 +11,8 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.layers.linear import Linear, dense_linear
+from engine.cpu_gemms.gemms import dense_linear
+from engine.layers.linear import Linear
 from engine.loader.load import LoadedModel
 from engine.loader.source import open_source
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
+from engine.cpu_gemms.gemms import dense_linear
 from engine.layers.block import Block
-from engine.layers.linear import Linear, dense_linear
+from engine.layers.linear import Linear
 from engine.layers.weights import Part, PartSource
 from engine.loader.checkpoint import ModelWeights, Shape
 from engine.loader.load import LoadedModel

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.cpu.lowering import dense
+from engine.cpu_forms.forms import dense
 from engine.expert_balancing.moves import ExpertRearranger, linear_experts, moves_between
 from engine.loader.random_weights import RandomWeights
 from engine.models.config import ModelConfig

@@ -8,10 +8,10 @@ import gguf
 import pytest
 import torch
 
+from engine.cpu_gemms.gemms import half
 from engine.gguf.block_rows import block_rows
 from engine.gguf.config import config_from_gguf
 from engine.gguf.weights import GgufFile, GgufWeights
-from engine.layers.linear import half
 from engine.quantization.cpu_linears import int4
 from engine.quantization.int4 import quantize_int4
 from tests.engine.gguf.gguf_files import load_and_read, random_blocks, write_wide

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers import linear
-from engine.layers.linear import Linear, dense_linear, fits_half, half_linear, half_of_bfloat16, in_threes, onednn
+from engine.cpu_gemms import gemms
+from engine.cpu_gemms.gemms import dense_linear, fits_half, half_linear, half_of_bfloat16, in_threes, onednn
+from engine.layers.linear import Linear
 from engine.quantization.conversion import linear_of_rows
 from engine.quantization.cpu_linears import CpuLinears, int4, int8
 from engine.quantization.quantized_rows import FP8_DTYPE, QuantizedRows
@@ -42,7 +43,7 @@ def cpu(gemm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no AVX-512")
     if gemm is half_of_bfloat16 and not fits_half(torch.zeros(1)):
         pytest.skip("torch was built without FBGEMM")
-    monkeypatch.setattr(linear, "has_bfloat16_gemms", lambda: gemm is onednn)
+    monkeypatch.setattr(gemms, "has_bfloat16_gemms", lambda: gemm is onednn)
 
 
 def test_other_types_stay_plain() -> None:
@@ -50,7 +51,7 @@ def test_other_types_stay_plain() -> None:
 
 
 def test_a_weight_beyond_float16_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "has_bfloat16_gemms", lambda: False)
+    monkeypatch.setattr(gemms, "has_bfloat16_gemms", lambda: False)
     assert dense_linear(torch.full((48, 32), 1e5).bfloat16(), None).is_plain
 
 

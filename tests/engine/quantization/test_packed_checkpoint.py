@@ -15,7 +15,8 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.config import EngineConfig
-from engine.layers.linear import Linear, half
+from engine.cpu_gemms.gemms import half
+from engine.layers.linear import Linear
 from engine.loader.load import LoadedModel
 from engine.quantization.cpu_linears import int8
 from kernels.gguf.library import library

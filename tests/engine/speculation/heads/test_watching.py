@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cpu.lowering import CpuForward
+from engine.cpu.forward import CpuForward
 from engine.models.model import Model
 from engine.plan import ScheduledRow
 from engine.request import RequestId

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from common.wings import has_wing
-from engine import assembly
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.cpu.lowering import invariant
+from engine.cpu_forms import forms
+from engine.cpu_forms.forms import invariant
+from engine.cpu_gemms.gemms import dense_linear
 from engine.engine import Engine
-from engine.layers.linear import Linear, dense_linear
+from engine.layers.linear import Linear
 from engine.request import Request, SamplingParams
 from tests.engine.driving import finish, random_prompt
 from tests.engine.tiny_models import SHAPE, TINY_MODELS, VOCAB_SIZE, with_wing
@@ -100,7 +101,7 @@ def test_generated_tokens_that_are_computed_again_change_nothing(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a preemption, or on another worker after the death of one."""
-    monkeypatch.setattr(assembly, "MAX_REPLAY_TOKENS", 4)
+    monkeypatch.setattr(forms, "MAX_REPLAY_TOKENS", 4)
     quant_mode = "int8-weight" if has_wing("engine.quantization") else "none"
     engine = open_engine(save(family, tmp_path), quant_mode=quant_mode)
     prompts = [random_prompt(length, VOCAB_SIZE, length) for length in (5, 70)]

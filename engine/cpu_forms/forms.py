@@ -7,24 +7,32 @@ residual (`kernels/native/rows.c`), and quantized weights are read as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
 import torch
 
+from common.wings import call_wing
+from engine.config import EngineConfig
+from engine.cpu.batch import StepBatch
+from engine.cpu.forward import CpuForward, CpuForwards, for_ranks
+from engine.cpu_forms.rows import is_generated
+from engine.cpu_forms.settings import FormSettings
+from engine.cpu_gemms.gemms import half, in_threes, onednn
 from engine.layers import forward
-from engine.layers.block import AddNorm, Step
-from engine.layers.forward import Forward, lowered, plain_norm, plain_sum
-from engine.layers.linear import Linear, half, in_threes, onednn, plain, two_rows_at_least
+from engine.layers.block import AddNorm
+from engine.layers.forward import lowered, plain_norm
+from engine.layers.linear import Linear, plain, two_rows_at_least
+from engine.loader.load import LoadedModel
 from engine.models.model import Model
+from engine.plan import ScheduledRow
 from engine.ranks import SINGLE, RankContext, Seams
+from engine.request_states import RequestState
 from kernels.cpu_features import has_bfloat16_gemms
-from kernels.elementwise import native_add_rms_norm
 
 MAX_FEW_ROWS = 64  # above, memory traffic counts and not the number of operations
-
-CpuForward = Forward[Step, torch.Tensor]
+MAX_REPLAY_TOKENS = 64  # in a row
 
 
 class Rows(Enum):
@@ -38,30 +46,54 @@ class Rows(Enum):
     FEW = f"generated tokens alone, at most {MAX_FEW_ROWS}"
 
 
-class CpuForwards:
+class FormsByRows(CpuForwards):
     """The model lowered for each class of steps. Weights are shared."""
 
     def __init__(self, model: Model, ranks: RankContext[Seams] = SINGLE, batch_invariant: bool = False) -> None:
         """batch_invariant: a token's bits do not depend on the rows that share its step."""
         self.batch_invariant = batch_invariant
         models = {rows: with_linears_for(model, rows, batch_invariant) for rows in Rows}
-        self._by_rows = {rows: lower_model(models[rows], rows, ranks) for rows in Rows}
-        if ranks.passes_on:
-            end = ranks.seams.fold(plain_sum, model.blocks[-1])
-            self._by_rows = {rows: form.ended_by(end) for rows, form in self._by_rows.items()}
+        self._by_rows = {rows: for_ranks(lower_model(models[rows], rows, ranks), model, ranks) for rows in Rows}
 
-    def choose(self, num_tokens: int, only_decodes: bool) -> CpuForward:
-        """only_decodes: every row is one generated token, followed by its drafts if it has any."""
-        return self._by_rows[self.rows_of(num_tokens, only_decodes)]
+    def passes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[list[int]]:
+        """See CpuForwards.
+
+        Generated tokens and prompts take different forms of the model. In one pass both would take that of prompts,
+        and a generated token's bits would depend on whether a prompt is in the step.
+        """
+        if not self.batch_invariant:
+            return super().passes(rows, requests)
+        generated: list[int] = []
+        prompts: list[int] = []
+        for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            (generated if is_generated(row, request) else prompts).append(index)
+        return [indices for indices in (generated, prompts) if indices]
+
+    def choose(self, batch: StepBatch) -> CpuForward:
+        """See CpuForwards."""
+        return self._by_rows[self.rows_of(batch)]
 
     def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
-        """Compute steps as `change` has it from now on."""
+        """See CpuForwards."""
         self._by_rows = {rows: change(form) for rows, form in self._by_rows.items()}
 
-    def rows_of(self, num_tokens: int, only_decodes: bool) -> Rows:
+    def rows_of(self, batch: StepBatch) -> Rows:
         """The class of a step."""
-        is_few = only_decodes and (self.batch_invariant or num_tokens <= MAX_FEW_ROWS)
+        only_generated = all(map(is_generated, batch.rows, batch.requests))
+        is_few = only_generated and (self.batch_invariant or batch.num_tokens <= MAX_FEW_ROWS)
         return Rows.FEW if is_few else Rows.ANY
+
+
+def forms_by_rows(loaded: LoadedModel, config: EngineConfig, ranks: RankContext[Seams]) -> FormsByRows | None:
+    """The forms of a model on a CPU; None: it is elsewhere."""
+    if loaded.device.type != "cpu":
+        return None
+    return FormsByRows(loaded.model, ranks, config.of(FormSettings).batch_invariant)
+
+
+def max_replay_tokens(config: EngineConfig, device: torch.device) -> int:
+    """See `Request.num_row_tokens`. Batch-invariant generated tokens are computed again as decode rows."""
+    return MAX_REPLAY_TOKENS if config.of(FormSettings).batch_invariant and device.type == "cpu" else 0
 
 
 def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> CpuForward:
@@ -71,7 +103,8 @@ def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) ->
 
     def norm(weight: torch.Tensor, eps: float, is_final: bool) -> AddNorm[torch.Tensor]:
         dtype = model.hidden_dtype if is_final else model.embedding.dtype
-        return native_add_rms_norm(weight, eps, dtype) or plain_norm(weight, eps, dtype)
+        native: AddNorm[torch.Tensor] | None = call_wing("kernels.native.rows:add_rms_norm", weight, eps, dtype)
+        return native or plain_norm(weight, eps, dtype)
 
     return lowered(model, ranks, norm)
 

@@ -1,0 +1,41 @@
+"""The forward pass of a CPU's steps: here every step takes the model as its family's file says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from engine.cpu.batch import StepBatch
+from engine.layers.block import Step
+from engine.layers.forward import Forward, plain, plain_sum
+from engine.models.model import Model
+from engine.plan import ScheduledRow
+from engine.ranks import SINGLE, RankContext, Seams
+from engine.request_states import RequestState
+
+CpuForward = Forward[Step, Tensor]
+
+
+class CpuForwards:
+    """One form for all steps. `engine/cpu_forms` has one for each class of steps."""
+
+    def __init__(self, model: Model, ranks: RankContext[Seams] = SINGLE) -> None:
+        self._form = for_ranks(plain(model, ranks), model, ranks)
+
+    def passes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[list[int]]:
+        """Indices of the rows of each forward pass of a step."""
+        return [list(range(len(rows)))] if rows else []
+
+    def choose(self, batch: StepBatch) -> CpuForward:
+        """The form for one pass."""
+        return self._form
+
+    def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
+        """Compute steps as `change` has it from now on."""
+        self._form = change(self._form)
+
+
+def for_ranks(form: CpuForward, model: Model, ranks: RankContext[Seams]) -> CpuForward:
+    """The form without the final norm, where another stage has it."""
+    return form.ended_by(ranks.seams.fold(plain_sum, model.blocks[-1])) if ranks.passes_on else form
