@@ -26,8 +26,7 @@ from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import Scheduler
-from engine.start_progress import OnProgress, no_progress
-from engine.wings import Adapters
+from engine.wings import Adapters, OnProgress, no_progress
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 

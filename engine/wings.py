@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from engine.request import Request, SamplingParams
 
+OnProgress = Callable[[str, float | None], None]
+"""Called with what takes long before an engine is ready, and its part that is done, 0 to 1; None: that is unknown."""
 Figures = Mapping[str, Sequence[float]]
 """By metric: the total of a counter or the value of a gauge, for each number that its label has; observations."""
 
@@ -77,3 +79,7 @@ class Adapters(Counting, Protocol):
     def runner(self, *args: Any, **named: Any) -> Any:
         """A runner of rows with and without adapters. args: of a CPU's runner. named: of a GPU's, too."""
         ...
+
+
+def no_progress(what: str, part: float | None) -> None:
+    """Tell nobody."""

@@ -28,8 +28,8 @@ from engine.plan import CompletedStep, PendingStep, ScheduledRow, StepPlan, Step
 from engine.ranks import SINGLE, RankContext, Seams
 from engine.request_states import RequestState
 from engine.runner import ModelRunner, Proposer, sampled_queries, settle
-from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import trial_plan
+from engine.wings import OnProgress, no_progress
 from kvstore.layout import PoolGeometry
 
 MAX_WARMUP_TOKENS = 64  # 512 make the first prompt 10 to 80 ms faster, and a model of 0.5B ready 0.8 s later

@@ -31,8 +31,8 @@ from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult
 from engine.ranks import RankContext
 from engine.request_states import RequestState
 from engine.runner import ModelRunner, reads_hidden
-from engine.start_progress import OnProgress, no_progress
 from engine.trial_plans import warmup_plans
+from engine.wings import OnProgress, no_progress
 
 if TYPE_CHECKING:
     from engine.prompt_graphs.graphs import PromptGraphs

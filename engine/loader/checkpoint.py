@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.layers.weights import Part, Partition, PartSource, WeightSource
-from engine.start_progress import OnProgress, no_progress
+from engine.wings import OnProgress, no_progress
 
 # Stored by some tools, recomputed here; scales of an 8-bit KV cache are not used.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".k_scale", ".v_scale", ".q_scale")

@@ -29,8 +29,7 @@ from engine.loader.source import Source, check_settings, open_source
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model
 from engine.ranks import Stage
-from engine.start_progress import OnProgress, no_progress
-from engine.wings import Constraints
+from engine.wings import Constraints, OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)

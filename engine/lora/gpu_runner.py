@@ -18,7 +18,7 @@ from engine.lora.gpu_slots import FollowedSlots, GpuSlots, SlotStore
 from engine.lora.runner import AdaptedSteps
 from engine.plan import ScheduledRow
 from engine.request_states import RequestState
-from engine.start_progress import OnProgress, no_progress
+from engine.wings import OnProgress, no_progress
 from kernels.gpu.lora.row_tiles import NOTHING
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.start_progress import OnProgress, describe, no_progress
+from engine.wings import OnProgress, no_progress
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def terminal_progress() -> Iterator[OnProgress]:
         return
 
     def show(what: str, part: float | None) -> None:
-        sys.stderr.write(f"\r\x1b[K{describe(what, part)}")
+        sys.stderr.write(f"\r\x1b[K{what if part is None else f'{what}: {part:.0%}'}")
         sys.stderr.flush()
 
     try:

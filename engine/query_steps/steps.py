@@ -14,7 +14,7 @@ from engine.gpu.steps.decode_steps import LENGTH, DecodeOutput, DecodeSteps
 from engine.gpu.steps.step import GpuBatch, GpuStep
 from engine.query_steps.inputs import NUM_FIELDS, ROW, are_last_tokens, query_inputs, query_step_inputs
 from engine.runner import Sampled, sampled_queries
-from engine.start_progress import OnProgress
+from engine.wings import OnProgress
 
 
 class QuerySteps(DecodeSteps):

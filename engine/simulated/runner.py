@@ -21,7 +21,7 @@ from engine.plan import StepPlan, StepResult, StepSize
 from engine.request_states import RequestState
 from engine.simulated.settings import SimulationSettings
 from engine.simulated.step_cost import SimulatedCost
-from engine.start_progress import OnProgress, no_progress
+from engine.wings import OnProgress, no_progress
 
 NOISE = 0.97, 1.06  # of a duration, uniform
 

@@ -15,8 +15,8 @@ from engine.engine import DeviceLostError
 from engine.pipeline_parallel.remote_stage import RemoteStage
 from engine.plan import PendingStep, StepPlan, StepResult
 from engine.request import TokenId
-from engine.start_progress import OnProgress, no_progress
 from engine.tensor_parallel.followers import Followers
+from engine.wings import OnProgress, no_progress
 
 
 class ParallelRunner:

@@ -16,7 +16,7 @@ from common.logging import setup_logging
 from common.wings import call_wing, from_wing
 from engine.assembly import EngineParts, assemble
 from engine.engine import DeviceLostError
-from engine.start_progress import no_progress
+from engine.wings import no_progress
 from kvstore.handle.handle import HandleWriter
 from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from common.process import NOTIFY_SOCKET
-from engine.start_progress import describe
 
 logger = logging.getLogger("engine")
 LOG_SECONDS = 10.0  # between lines about a start
@@ -24,7 +23,7 @@ class StartReports:
         self._logged = clock()
 
     def __call__(self, what: str, part: float | None) -> None:
-        text = describe(what, part)
+        text = what if part is None else f"{what}: {part:.0%}"
         report_status(text)
         now = self._clock()
         if now - self._logged >= LOG_SECONDS:

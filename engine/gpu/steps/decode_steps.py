@@ -19,7 +19,7 @@ from engine.gpu.steps.device_sampler import DeviceSampler
 from engine.gpu.steps.rows import DeviceState, RowTable
 from engine.gpu.steps.samples import StepSamples
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
-from engine.start_progress import OnProgress
+from engine.wings import OnProgress
 
 logger = logging.getLogger(__name__)
 POSITION, SLOT, LENGTH = range(3)  # rows of the packed inputs; the slots of further KV groups follow
