@@ -79,7 +79,7 @@ def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
     # Here, because they take seconds to import and the settings should be checked first.
-    from engine.loader.load import check_attention, check_model, load_model, resolve_device
+    from engine.loader.load import check_model, load_model, resolve_device
 
     began = time.monotonic()
     order = service_order(config.scheduling_policy)
@@ -101,7 +101,7 @@ def _assemble(
 
         config = for_whole_prompts(config, model_config, asked_tokens)
     if device.type == "cuda":
-        check_attention(model_config, gpu.attention_backend)
+        call_wing("engine.prefill_backends.refusals:check_attention", model_config, gpu.attention_backend)
     followed = "engine.tensor_parallel.assembly:FollowedRanks"  # which starts other ranks
     ranks: Ranks = call_wing(followed, config, device, gpu) if config.num_ranks > 1 else Ranks()
     with call_wing("engine.start_failures.explained:of_loading") or nullcontext():

@@ -15,9 +15,6 @@ class EngineConfig(Settings):
     """Engine settings. Raises ConfigError for values that cannot work."""
 
     model: str = setting("", "directory, .gguf file, hub id (GGUF: org/name:Q4_K_M); empty: SmolLM2-135M-Instruct")
-    load_format: str = setting(
-        "auto", "dummy: random weights from the model's config.json", choices=("auto", "dummy")
-    )
     device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"), off=("cpu",))
     dtype: str = setting("auto", "auto: bfloat16", choices=("auto", "float32", "bfloat16", "float16"))
     quant_mode: str = setting(

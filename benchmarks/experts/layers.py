@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.dummy_weights.weights import DummyWeights
 from engine.expert_balancing.placement import Slots, balanced_placement, first_placement
-from engine.loader.random_weights import RandomWeights
-from engine.models.config import ModelConfig
-from engine.models.rope import RopeConfig
+from engine.models.config import ModelConfig, RopeConfig
 from engine.moe.config import MoeConfig
 from engine.moe.moe import Moe
 from kvstore.layout import WHOLE, Shard
@@ -36,7 +35,7 @@ def make_block(
         num_kv_heads=1, head_dim=1, intermediate_size=options.inner, rms_norm_eps=1e-6, rope=RopeConfig(),
         max_position_embeddings=1, moe=moe,
     )  # fmt: skip
-    block = Moe(config, RandomWeights(DTYPES[options.dtype], device, std=options.hidden**-0.5), "mlp", "norm")
+    block = Moe(config, DummyWeights(DTYPES[options.dtype], device, std=options.hidden**-0.5), "mlp", "norm")
     if routing == "skewed":
         skew(block)
     return block

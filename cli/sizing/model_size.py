@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common.model_files import resolve_model
 from engine.config import EngineConfig
+from engine.dummy_weights.settings import DummySettings
 from engine.models.config import PLAIN_BITS
 from engine.models.hf_config import read_hf_config
 
@@ -17,7 +18,7 @@ PACKED_DTYPES = ("auto", "bfloat16")  # in which quantized checkpoints stay as t
 def weight_bytes(engine: EngineConfig) -> int:
     """0: the files do not tell. Raises UnsupportedModelError for quantized weights that are not known."""
     files = resolve_model(engine.model)
-    if engine.load_format == "dummy" or files.kind == "dry-run":
+    if engine.of(DummySettings).load_format == "dummy" or files.kind == "dry-run":
         return 0
     stored_bits, held_bits = PLAIN_BITS, PLAIN_BITS
     if files.kind == "gguf":

@@ -24,4 +24,4 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-register("Phi3ForCausalLM", adapt_config, gguf_name="phi3", fused=FUSED)(llama)
+register("Phi3ForCausalLM", adapt_config, fused=FUSED)(llama)

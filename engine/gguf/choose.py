@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.config import EngineConfig
+from engine.dummy_weights.weights import DummyWeights, dummy_weights
 from engine.gguf.config import adapted_config
-from engine.gguf.fields import gguf_name
+from engine.gguf.fields import family_of_gguf, gguf_name
 from engine.gguf.mxfp4 import CheckpointBlocks, GgufMxfp4Weights, weights_of
 from engine.gguf.packed import PackedConversion
 from engine.gguf.q8_0 import BlockLinears
 from engine.gguf.weights import GgufFile, GgufWeights
 from engine.layers.weights import WeightSource
+from engine.loader.checkpoint import Check, check_weights
 from engine.loader.conversion import Conversion
-from engine.loader.random_weights import RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig
-from engine.models.families import ModelFamily, family_of_gguf
+from engine.models.families import ModelFamily
 from engine.quantization.conversion import QuantizedConversion
 from engine.quantization.mxfp4 import Mxfp4Source
 from kernels.gguf.library import library
@@ -27,18 +30,16 @@ from kernels.gguf.library import library
 
 def open_gguf(
     path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[ModelConfig, ModelFamily, GgufWeights | GgufMxfp4Weights | None, list[Path]]:
-    """Config, family, weights and files. Without weights where they are not asked for.
-
-    Raises ConfigError and UnsupportedModelError.
-    """
+) -> tuple[ModelConfig, ModelFamily, WeightSource, Check | None, dict[str, Any], list[Path]]:
+    """What a `Source` is made of. Raises ConfigError and UnsupportedModelError."""
     file = GgufFile(path)
-    family = family_of_gguf(gguf_name(file.metadata))
+    family, is_permuted = family_of_gguf(gguf_name(file.metadata))
     config = adapted_config(file, family)
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
-    if engine_config.load_format == "dummy":
-        return config, family, None, file.files
-    return config, family, weights_of(file, config, family.gguf_permuted, dtype, device), file.files
+    if (dummy := dummy_weights(engine_config, dtype, device)) is not None:
+        return config, family, dummy[0], None, dummy[1], []
+    weights = weights_of(file, config, is_permuted, dtype, device)
+    return config, family, weights, partial(check_weights, found=weights.shapes), {}, file.files
 
 
 def block_conversion(
@@ -63,4 +64,4 @@ def block_conversion(
 
 def _is_plain(weights: WeightSource) -> bool:
     """Whether a model of these is computed as fast as can be: the dry-run model is the same everywhere."""
-    return isinstance(weights, SafetensorsWeights) or (isinstance(weights, RandomWeights) and not weights.is_portable)
+    return isinstance(weights, SafetensorsWeights | DummyWeights)

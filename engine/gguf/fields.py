@@ -8,15 +8,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, UnsupportedModelError
+from engine.models.families import ModelFamily
+from engine.models.registry import FAMILIES, listed
 
 SIGMOID = 2  # llama.cpp's number of a gating function; files without one mean softmax
 SIGMOID_DEEPSEEK = "deepseek2 with sigmoid scores"
 GEMMA3_27B_LAYERS = 62  # the one size of Gemma-3 whose queries are not scaled by the width of a head
+ARCHITECTURES = {  # Mistral's files call themselves `llama`
+    "deepseek2": "DeepseekV2ForCausalLM",
+    SIGMOID_DEEPSEEK: "DeepseekV3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llama with experts": "MixtralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+PERMUTED = ("llama", "llama with experts")  # whose q and k rows are in llama.cpp's interleaved rotary order
+
+
+def family_of_gguf(name: str) -> tuple[ModelFamily, bool]:
+    """The family of files with that `gguf_name`, and whether their rows are permuted. Raises UnsupportedModelError."""
+    known = {each: FAMILIES[other] for each, other in ARCHITECTURES.items() if other in FAMILIES}
+    if name not in known:
+        raise UnsupportedModelError(f"GGUF architecture {name!r} is not supported (known: {listed(known)})")
+    return known[name], name in PERMUTED
 
 
 def gguf_name(metadata: Mapping[str, Any]) -> str:
-    """What the registry calls the file's architecture, of which some are two families."""
+    """What `ARCHITECTURES` calls the file's, of which some are two families."""
     name = str(metadata.get("general.architecture"))
     if name == "deepseek2" and metadata.get("deepseek2.expert_gating_func") == SIGMOID:
         return SIGMOID_DEEPSEEK

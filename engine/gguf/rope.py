@@ -9,7 +9,7 @@ from typing import Any, cast
 from common.errors import UnsupportedModelError
 from engine.gguf.names import ROPE_FACTORS, ROPE_LONG, ROPE_SHORT
 from engine.gguf.weights import GgufFile
-from engine.models.rope import RopeConfig
+from engine.models.config import RopeConfig
 from engine.rope_scaling.scaling import Kind, Scaling
 
 

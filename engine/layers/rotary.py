@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.rope import RopeConfig
+from engine.models.config import RopeConfig
 
 
 class Rotation(NamedTuple):

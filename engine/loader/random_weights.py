@@ -1,4 +1,4 @@
-"""Random weights: for benchmarks of models whose files are not at hand, and the tiny model of `--dry-run`."""
+"""Random weights, and the tiny model of `--dry-run` that has them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from torch import Tensor
 
 from engine.layers.weights import CHOICE_BIAS, Partition
 from engine.loader.checkpoint import Shape
-from engine.models.config import ModelConfig
-from engine.models.rope import RopeConfig
+from engine.models.config import ModelConfig, RopeConfig
 
 SEED = 20240
-STD = 0.02
 
 # Byte tokens 0 to 255, then begin and end of sequence and the two role markers of the byte tokenizer.
 DRY_RUN_CONFIG = ModelConfig(
@@ -35,18 +33,13 @@ DRY_RUN_STD = 0.3
 class RandomWeights:
     """Normal weights with standard deviation `std`, norms 1, biases 0.
 
-    Drawn where they are used, which is fast, but CPUs and GPUs draw different numbers. `is_portable` draws them on
-    the CPU in float32: the same everywhere, up to rounding to `dtype`.
+    Drawn on the CPU in float32: the same everywhere, up to rounding to `dtype`.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, std: float = STD, is_portable: bool = False) -> None:
-        self._dtype = dtype
-        self._device = device
-        self._std = std
-        self.is_portable = is_portable
-        self._draw_device = torch.device("cpu") if is_portable else device
-        self._draw_dtype = torch.float32 if is_portable else dtype
-        self._generator = torch.Generator(device=self._draw_device).manual_seed(SEED)
+    def __init__(self, dtype: torch.dtype, device: torch.device, std: float) -> None:
+        self._dtype, self._device, self._std = dtype, device, std
+        self._draw_dtype, self._draw_device = torch.float32, torch.device("cpu")
+        self._generator = torch.Generator().manual_seed(SEED)
 
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
         if name.endswith("norm.weight"):

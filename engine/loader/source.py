@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Check, Shape, check_weights
 from engine.loader.conversion import Conversion
-from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, STD, RandomWeights
+from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig
 from engine.models.families import ModelFamily, family_of
@@ -81,10 +81,12 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         return Source(*opened)
     if files.kind == "dry-run":
         family = family_of(DRY_RUN_CONFIG.architecture)
-        random = RandomWeights(dtype, device, DRY_RUN_STD, is_portable=True)
+        random = RandomWeights(dtype, device, DRY_RUN_STD)
         return Source(DRY_RUN_CONFIG, family, random, None, {"random": SEED, "std": DRY_RUN_STD}, [])
     if files.kind == "gguf":
-        return _open_gguf(files.path, engine_config, dtype, device)
+        from engine.gguf.choose import open_gguf
+
+        return Source(*open_gguf(files.path, engine_config, dtype, device))
     raw = read_hf_config(files.path)
     family = family_of(architecture_of(raw))
     if family.text_config is not None:
@@ -93,12 +95,12 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
     if config.latent is not None:
         config = call_wing("engine.mla.deepseek:with_asked_form", config, engine_config)
     quantized = quantized_checkpoint(raw)
-    if engine_config.load_format == "dummy":
-        dummy = _random(family, config, dtype, device)
+    dummy = call_wing("engine.dummy_weights.weights:dummy_weights", engine_config, dtype, device)
+    if dummy is not None:
+        weights, identity = dummy
         if quantized is not None:
-            needed = family.skeleton(config)[1]
-            return replace(dummy, weights=quantized.random(dummy.weights, needed, dtype, device))
-        return dummy
+            weights = quantized.random(weights, family.skeleton(config)[1], dtype, device)
+        return Source(config, family, weights, None, identity, [])
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)
     if tensors.prefix:  # no head, which an embedding does without
@@ -133,17 +135,3 @@ def quantized_checkpoint(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     from engine.quantization.checkpoint import QuantizedCheckpoint
 
     return QuantizedCheckpoint(raw)
-
-
-def _open_gguf(path: Path, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:
-    from engine.gguf.choose import open_gguf
-
-    config, family, weights, paths = open_gguf(path, engine_config, dtype, device)
-    if weights is None:
-        return _random(family, config, dtype, device)
-    return Source(config, family, weights, partial(check_weights, found=weights.shapes), {}, paths)
-
-
-def _random(family: ModelFamily, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Source:
-    identity = {"random": SEED, "std": STD, "drawn_on": device.type}
-    return Source(config, family, RandomWeights(dtype, device), None, identity, [])

@@ -119,8 +119,8 @@ def _check(key: str, value: str, known: tuple[str, ...]) -> None:
         raise UnsupportedModelError(f"{key} {value!r} is not supported (known: {', '.join(known)})")
 
 
-@register("DeepseekV2ForCausalLM", adapt_v2, gguf_name="deepseek2")
-@register("DeepseekV3ForCausalLM", adapt_v3, gguf_name="deepseek2 with sigmoid scores")
+@register("DeepseekV2ForCausalLM", adapt_v2)
+@register("DeepseekV3ForCausalLM", adapt_v3)
 def deepseek(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     embedding = Embedding(config, weights, "model.embed_tokens")
     yield embedding

@@ -7,16 +7,52 @@ corrected by its entry in `engine/models/registry.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from common.errors import ConfigError
-from engine.models.rope import RopeConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.mla.config import LatentConfig
     from engine.moe.config import MoeConfig
 
 PLAIN_BITS = 16  # of a weight that is not quantized
+
+
+class RopeScaling(Protocol):
+    """How frequencies are stretched beyond the trained context, as plain data."""
+
+    def within(self, context_length: int) -> RopeScaling:
+        """That of a model which is used for contexts up to this length.
+
+        K in the pool is rotated, so one sequence cannot change from one kind of stretching to another.
+        """
+        ...
+
+    def scaled(self, frequencies: Tensor, theta: float) -> tuple[Tensor, float]:
+        """Stretch plain angles per position, and give the factor on cosines and sines. Raises ConfigError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding; `engine/layers/rotary.py` computes the table.
+
+    theta: the base. partial: how much of each head is rotated, its first numbers.
+    """
+
+    theta: float = 10000.0
+    partial: float = 1.0
+    scaling: RopeScaling | None = None
+
+    def rotated(self, head_dim: int) -> int:
+        """Numbers of a head that are rotated."""
+        return int(head_dim * self.partial)
+
+    def within(self, context_length: int) -> RopeConfig:
+        """See RopeScaling."""
+        return self if self.scaling is None else replace(self, scaling=self.scaling.within(context_length))
 
 
 @dataclass(frozen=True, slots=True)

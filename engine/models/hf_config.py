@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.models.config import ModelConfig, check_config
-from engine.models.rope import rope_from_hf
+from common.wings import require_wing
+from engine.models.config import ModelConfig, RopeConfig, check_config
 
 QUANTIZATION_FILES = {  # of tools that leave config.json as it was: the method, and where in the file its fields are
     "hf_quant_config.json": ("modelopt", "quantization"),
@@ -59,10 +59,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         rope=rope_from_hf(raw, max_position),
         max_position_embeddings=max_position,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        sliding_window=_sliding_window(raw),
-        full_layers=_full_layers(raw),
         eos_token_ids=tuple(int(token) for token in eos_ids),
         is_causal=is_causal(raw),
+        **_windows(raw),
     )
     check_config(config)
     return config
@@ -89,26 +88,29 @@ def positive(raw: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """The window, when any layer uses one."""
-    window = raw.get("sliding_window")
-    layer_types = raw.get("layer_types")
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    if window is None or not raw.get("use_sliding_window", True):
-        return None
-    if raw.get("use_bidirectional_attention"):  # of so many tokens, half before and half after
-        return int(window) // 2 + 1
-    return int(window) + (not is_causal(raw))
+def rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
+    """Read config.json. Raises ConfigError, UnsupportedModelError."""
+    values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    kind = values.get("rope_type") or values.get("type") or "default"
+    scaling = None
+    if kind != "default":
+        require_wing("engine.rope_scaling", f"rope scaling {kind!r}")
+        from engine.rope_scaling.scaling import scaling_from_hf
+
+        scaling = scaling_from_hf(kind, values, raw, max_position)
+    theta = float(values.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    partial = float(raw.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0)
+    return RopeConfig(theta, partial, scaling)
 
 
-def _full_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without a window in a model that has one."""
-    kinds = raw.get("layer_types") or () if _sliding_window(raw) is not None else ()
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UnsupportedModelError(f"layer_types of {', '.join(sorted(map(str, unknown)))} are not supported")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config has of the windows of its layers, if any has one."""
+    if raw.get("sliding_window") is None or not raw.get("use_sliding_window", True):
+        return {}
+    require_wing("engine.windows", "a model with sliding windows")
+    from engine.windows.hf_fields import windows_from_hf
+
+    return windows_from_hf(raw, is_causal(raw))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

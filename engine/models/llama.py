@@ -1,4 +1,4 @@
-"""Llama and Mistral: grouped-query attention and a gated MLP. Mistral's GGUF files call themselves `llama`."""
+"""Llama and Mistral: grouped-query attention and a gated MLP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 
 
 @register("MistralForCausalLM", adapt_config)
-@register("LlamaForCausalLM", adapt_config, gguf_name="llama", gguf_permuted=True)
+@register("LlamaForCausalLM", adapt_config)
 def llama(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     """Yield the model; other families of these blocks differ in their configs."""
     embedding = Embedding(config, weights, "model.embed_tokens")

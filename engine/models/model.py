@@ -13,8 +13,7 @@ from engine.layers.block import Block, LinearRef, take_linear
 from engine.layers.linear import Linear
 from engine.layers.rotary import rotary_table
 from engine.layers.weights import Partition, WeightSource
-from engine.models.config import ModelConfig
-from engine.models.rope import RopeConfig
+from engine.models.config import ModelConfig, RopeConfig
 
 
 class Embedding:

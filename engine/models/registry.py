@@ -27,8 +27,6 @@ class ModelFamily:
     adapt_config: from the common translation and the raw metadata (Hugging Face or GGUF) to the final config.
     parts: yields the model from the embedding to the head, asking the weight source for every weight by its Hugging
         Face name.
-    gguf_name: value of `general.architecture` in GGUF files; empty: none.
-    gguf_permuted: GGUF files of this family hold q and k rows in llama.cpp's interleaved rotary order.
     text_config: gives the text model's part of a config.json that describes more.
     fused: names of tensors, within a layer, that hold the rows of several weights one after the other.
     """
@@ -36,8 +34,6 @@ class ModelFamily:
     architecture: str
     adapt_config: AdaptConfig
     parts: Parts
-    gguf_name: str = ""
-    gguf_permuted: bool = False
     text_config: TextConfig | None = None
     fused: Fused = field(default_factory=dict)
 
@@ -50,7 +46,7 @@ class ModelFamily:
         return self.build(config, recorder), recorder.shapes
 
 
-_FAMILIES: dict[str, ModelFamily] = {}
+FAMILIES: dict[str, ModelFamily] = {}
 absent: list[str] = []  # modules of families that this installation lacks
 
 
@@ -58,7 +54,7 @@ def register(architecture: str, adapt_config: AdaptConfig, **others: Any) -> Cal
     """Decorator of a function that yields a model's parts. others: further fields of its `ModelFamily`."""
 
     def add(parts: Parts) -> Parts:
-        _FAMILIES[architecture] = ModelFamily(architecture, adapt_config, parts, **others)
+        FAMILIES[architecture] = ModelFamily(architecture, adapt_config, parts, **others)
         return parts
 
     return add
@@ -66,20 +62,12 @@ def register(architecture: str, adapt_config: AdaptConfig, **others: Any) -> Cal
 
 def family_of(architecture: str) -> ModelFamily:
     """The family with this Hugging Face class name. Raises UnsupportedModelError that names the known ones."""
-    family = _FAMILIES.get(architecture) or _FAMILIES.get(f"{architecture.removesuffix('Model')}ForCausalLM")
+    family = FAMILIES.get(architecture) or FAMILIES.get(f"{architecture.removesuffix('Model')}ForCausalLM")
     if family is None:
-        raise UnsupportedModelError(f"architecture {architecture!r} is not supported (known: {_listed(_FAMILIES)})")
+        raise UnsupportedModelError(f"architecture {architecture!r} is not supported (known: {listed(FAMILIES)})")
     return family
 
 
-def family_of_gguf(gguf_name: str) -> ModelFamily:
-    """The family whose GGUF files carry `gguf_name`. Raises UnsupportedModelError."""
-    for family in _FAMILIES.values():
-        if family.gguf_name == gguf_name:
-            return family
-    known = (family.gguf_name for family in _FAMILIES.values() if family.gguf_name)
-    raise UnsupportedModelError(f"GGUF architecture {gguf_name!r} is not supported (known: {_listed(known)})")
-
-
-def _listed(known: Iterable[str]) -> str:
+def listed(known: Iterable[str]) -> str:
+    """Names for an error."""
     return ", ".join(sorted(known)) + (f"; not installed: {', '.join(absent)}" if absent else "")

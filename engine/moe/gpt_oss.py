@@ -42,7 +42,7 @@ class AttentionWithSinks(Attention):
         self.sinks = weights.take(f"{name}.sinks", (config.num_heads,), Partition.COLUMNS)
 
 
-@register("GptOssForCausalLM", adapt_config, gguf_name="gpt-oss")
+@register("GptOssForCausalLM", adapt_config)
 def gpt_oss(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     embedding = Embedding(config, weights, "model.embed_tokens")
     yield embedding

@@ -22,7 +22,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     return replace(llama.adapt_config(config, raw), moe=moe_from_hf(raw, "intermediate_size"))
 
 
-@register("MixtralForCausalLM", adapt_config, gguf_name="llama with experts", gguf_permuted=True)
+@register("MixtralForCausalLM", adapt_config)
 def mixtral(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     embedding = Embedding(config, weights, "model.embed_tokens")
     yield embedding

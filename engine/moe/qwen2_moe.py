@@ -54,7 +54,7 @@ def _with_window(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-@register("Qwen2MoeForCausalLM", adapt_config, gguf_name="qwen2moe")
+@register("Qwen2MoeForCausalLM", adapt_config)
 def qwen2_moe(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     embedding = Embedding(config, weights, "model.embed_tokens")
     yield embedding

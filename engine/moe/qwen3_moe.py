@@ -20,4 +20,4 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, moe=moe)
 
 
-register("Qwen3MoeForCausalLM", adapt_config, gguf_name="qwen3moe")(qwen2_moe)  # blocks differ by the config alone
+register("Qwen3MoeForCausalLM", adapt_config)(qwen2_moe)  # blocks differ by the config alone

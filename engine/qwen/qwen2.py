@@ -34,5 +34,5 @@ def with_optional_window(config: ModelConfig, raw: Mapping[str, Any]) -> ModelCo
     return replace(config, sliding_window=window, full_layers=tuple(range(num_full)) if window else ())
 
 
-register("Qwen2ForCausalLM", adapt_config, gguf_name="qwen2")(llama)
+register("Qwen2ForCausalLM", adapt_config)(llama)
 register("MiMoForCausalLM", adapt_mimo)(llama)

@@ -18,4 +18,4 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, qk_norm=True, attention_bias=bias, attention_output_bias=bias)
 
 
-register("Qwen3ForCausalLM", adapt_config, gguf_name="qwen3")(llama)
+register("Qwen3ForCausalLM", adapt_config)(llama)

@@ -19,7 +19,7 @@ LONG_KINDS = ("longrope", "su")  # two names of one kind
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """See `RopeScaling` of `engine/models/rope.py`."""
+    """See `RopeScaling` of `engine/models/config.py`."""
 
     kind: Kind
     factor: float = 1.0

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, RopeConfig
 from engine.models.hf_config import architecture_of
-from engine.models.rope import RopeConfig
 from engine.transformers_models.seam import NAME, Layer, record
 
 NUM_TOKENS = 3

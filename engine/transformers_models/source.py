@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig
+from engine.dummy_weights.settings import DummySettings
 from engine.layers.weights import ShapeRecorder, WeightSource
 from engine.loader.random_weights import SEED
 from engine.loader.safetensors import weight_files
@@ -125,7 +126,7 @@ def _open(
     check_architecture(transformers, hf_config, architecture)
     layers = find_layers(transformers, hf_config)
     config = model_config(raw, hf_config, layers, engine_config.max_model_len)
-    is_random = engine_config.load_format == "dummy"
+    is_random = engine_config.of(DummySettings).load_format == "dummy"
     family = TransformersFamily(
         architecture=architecture, adapt_config=lambda config, raw: config, parts=lambda config, weights: iter(()),
         transformers=transformers, hf_config=hf_config, layers=layers, directory=None if is_random else directory,

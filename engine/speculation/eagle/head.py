@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from engine.layers.linear import Linear
 from engine.layers.rotary import Rotation, rotary_table
-from engine.models.rope import RopeConfig
+from engine.models.config import RopeConfig
 from engine.speculation.heads.kv import HeadKv, attend_last
 from kernels.elementwise import rms_norm, rotate_, silu_mul
 

@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from common.model_files import ModelFiles, resolve_model
 from engine.config import EngineConfig
 from engine.cpu_gemms.gemms import dense_linear
+from engine.dummy_weights.weights import is_asked
 from engine.layers.block import Block
 from engine.layers.linear import Linear
 from engine.layers.weights import Part, PartSource
@@ -104,7 +105,7 @@ def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedMo
         names.embedding_norm: (hidden,), names.hidden_norm: (hidden,), names.norm: (hidden,),
         names.joint: (hidden, 2 * hidden),
     }  # fmt: skip
-    if engine_config.load_format != "dummy":
+    if not is_asked(engine_config):
         stored = {name for path in weight_files(files.path) for name in read_header(path)}
         copies = (name for name in (names.embedding, names.head) if f"{layer}.{name}.weight" in stored)
         own |= dict.fromkeys(copies, (config.vocab_size, hidden))

@@ -12,8 +12,9 @@ from engine.config import EngineConfig, GpuConfig
 from engine.kv.manager import KVManager
 from engine.kv.memory import allocate_pool, block_groups, context_in_pool, pool_geometry
 from engine.late_compiles.log import compiles_are_early
-from engine.loader.load import LoadedModel, check_attention
+from engine.loader.load import LoadedModel
 from engine.memory_profiling.profile import measure
+from engine.prefill_backends.refusals import check_attention
 from engine.runner import Proposer
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.draft_model import VocabSizes

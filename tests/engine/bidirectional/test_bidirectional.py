@@ -18,8 +18,8 @@ from torch import Tensor
 from common.errors import ConfigError, ContextLengthError, InvalidRequestError, UnsupportedModelError
 from common.lora.adapter_ref import AdapterRef
 from engine.bidirectional.attention import QUERY_BLOCK, attend
-from engine.loader.load import check_attention
 from engine.models.hf_config import config_from_hf
+from engine.prefill_backends.refusals import check_attention
 from tests.engine.driving import finish, random_prompt
 from tests.engine.gguf.gguf_files import WIDE, write_gguf
 from tests.engine.pooling.test_vectors import LENGTHS, POOLED, assert_close, engine, prompts_of, run, vectors

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from engine.dummy_weights.weights import DummyWeights
 from engine.expert_balancing.loads import NUM_READS, ExpertLoadRecorder, placements_of
 from engine.expert_balancing.rebalancing import Rebalancer
-from engine.loader.random_weights import RandomWeights
-from engine.models.config import ModelConfig
-from engine.models.rope import RopeConfig
+from engine.models.config import ModelConfig, RopeConfig
 from engine.moe.config import MoeConfig
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts
@@ -73,7 +72,7 @@ def make_recorder(slots: tuple[int, ...], path: Path | None = None) -> tuple[Exp
     """One layer of experts on two ranks."""
     assert CONFIG.moe is not None
     config = replace(CONFIG, moe=replace(CONFIG.moe, slots=slots, expert_ranks=2))
-    block = Moe(config, RandomWeights(torch.float32, torch.device("cpu")), "mlp", "norm")
+    block = Moe(config, DummyWeights(torch.float32, torch.device("cpu")), "mlp", "norm")
     model = SimpleNamespace(config=config, blocks=[block])
     return ExpertLoadRecorder(model, path), block  # type: ignore[arg-type]
 

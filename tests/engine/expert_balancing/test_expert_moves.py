@@ -11,10 +11,9 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.cpu_forms.forms import dense
+from engine.dummy_weights.weights import DummyWeights
 from engine.expert_balancing.moves import ExpertRearranger, linear_experts, moves_between
-from engine.loader.random_weights import RandomWeights
-from engine.models.config import ModelConfig
-from engine.models.rope import RopeConfig
+from engine.models.config import ModelConfig, RopeConfig
 from engine.moe.config import MoeConfig
 from engine.moe.moe import Moe
 from engine.moe.stacked_moe import StackedMoe
@@ -38,7 +37,7 @@ def make_block(
 ) -> Moe:
     assert CONFIG.moe is not None
     moe = replace(CONFIG.moe, slots=slots, expert_rank=rank, expert_ranks=SIZE)
-    block = kind(replace(CONFIG, moe=moe), RandomWeights(dtype, CPU, std=0.2), "mlp", "norm")
+    block = kind(replace(CONFIG, moe=moe), DummyWeights(dtype, CPU, std=0.2), "mlp", "norm")
     for ref in block.linears() if is_int8 else ():
         ref.replace(CpuLinears(dtype).of_plain(ref.layer))
         assert ref.layer.gemm is int8

@@ -15,11 +15,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.dummy_weights.weights import DummyWeights
 from engine.gguf import choose
 from engine.gguf.packed import BlockGemm, block_linear
 from engine.gguf.q8_0 import BlockLinears, quantize_q8_0
 from engine.layers.linear import Linear
-from engine.loader.random_weights import RandomWeights
 from engine.moe.moe import Expert, Moe
 from engine.moe.stacked_moe import ClampedExpert
 from engine.quantization.cpu_linears import int8
@@ -220,7 +220,7 @@ def test_nothing_is_compiled_for_weights_that_stay_as_they_are(monkeypatch: pyte
     monkeypatch.setattr(choose, "library", lambda: pytest.fail("gcc runs"))
     cpu = torch.device("cpu")
     of_ranks = EngineConfig(dtype="bfloat16", tp=2)
-    assert choose.block_conversion(RandomWeights(torch.bfloat16, cpu), of_ranks, torch.bfloat16, cpu) is None
+    assert choose.block_conversion(DummyWeights(torch.bfloat16, cpu), of_ranks, torch.bfloat16, cpu) is None
 
 
 @needs_library

@@ -11,9 +11,9 @@ import pytest
 
 from common.errors import ConfigError, UnsupportedModelError
 from engine.loader.random_weights import DRY_RUN_CONFIG
+from engine.models.config import RopeConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf, read_hf_config
-from engine.models.rope import RopeConfig
 
 OLD_STYLE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

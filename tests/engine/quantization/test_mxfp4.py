@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.errors import ConfigError, UnsupportedModelError
-from engine.loader.random_weights import RandomWeights
+from engine.dummy_weights.weights import DummyWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.quantization.mxfp4 import BLOCKS, SCALES, Mxfp4Weights, RandomMxfp4Weights, dequantize, filled_columns
 from tests.engine.driving import directory, open_model
@@ -48,7 +48,7 @@ def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path) -> None:
 
 def test_random_experts_are_the_same_on_all_ranks() -> None:
     name, cpu = "gate_up_proj", torch.device("cpu")
-    weights = RandomMxfp4Weights(RandomWeights(torch.float32, cpu), {name: (3, 64, 48)}, torch.float32, cpu)
+    weights = RandomMxfp4Weights(DummyWeights(torch.float32, cpu), {name: (3, 64, 48)}, torch.float32, cpu)
     blocks, scales = weights.read(name, range(3), range(48), range(2))
     part = weights.read(name, range(1, 3), range(12, 24), range(1, 2))
     assert torch.equal(part[0], blocks[1:, 12:24, 1:])

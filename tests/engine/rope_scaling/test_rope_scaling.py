@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import UnsupportedModelError
 from engine.layers.rotary import rotary_frequencies
-from engine.models.rope import RopeConfig, rope_from_hf
+from engine.models.config import RopeConfig
+from engine.models.hf_config import rope_from_hf
 from engine.rope_scaling.scaling import Scaling
 
 

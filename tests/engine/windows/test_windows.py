@@ -16,11 +16,12 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
-from engine.loader.load import check_attention, load_model
+from engine.loader.load import load_model
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.mla.config import LatentConfig
 from engine.models.families import family_of
 from engine.models.hf_config import config_from_hf
+from engine.prefill_backends.refusals import check_attention
 from engine.rope_scaling.scaling import Scaling
 from engine.windows.layout import windowed_attention
 from kvstore.layout import PoolGeometry

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.dummy_weights.weights import DummyWeights
 from engine.expert_balancing.gpu_moves import StackedLayer
 from engine.expert_balancing.moves import ExpertRearranger, moving_bytes
-from engine.loader.random_weights import RandomWeights
 from engine.moe.expert_stacks import StackedExperts, prepare, stacked_of
 from engine.moe.moe import Moe
 from engine.moe.stacked_moe import StackedMoe
@@ -33,7 +33,7 @@ def make_block(made_of: type[Moe], rank: int, slots: tuple[int, ...], kind: Kind
         num_shared_experts=0 if made_of is StackedMoe else SHARED,
     )  # fmt: skip
     config = replace(CONFIG, moe=moe, hidden_size=HIDDEN)
-    block = made_of(config, RandomWeights(torch.float32, DEVICE, std=0.2), "mlp", "norm")
+    block = made_of(config, DummyWeights(torch.float32, DEVICE, std=0.2), "mlp", "norm")
     if kind is not None:
         quantize_alike(block, kind)
     return block

@@ -21,10 +21,9 @@ from engine.layers.block import Step
 from engine.layers.mlp import Mlp
 from engine.layers.weights import WeightSource
 from engine.models.config import ModelConfig
-from engine.models.hf_config import positive
+from engine.models.hf_config import positive, rope_from_hf
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
-from engine.models.rope import rope_from_hf
 from engine.post_norms.post_norm import PostNormed
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -85,7 +84,7 @@ def plus_one(norm: Tensor) -> Tensor:
 
 
 @register("Gemma3TextModel", adapt_config)
-@register("Gemma3ForCausalLM", adapt_config, gguf_name="gemma3")
+@register("Gemma3ForCausalLM", adapt_config)
 def gemma3(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     return _parts(config, weights, "")
 
