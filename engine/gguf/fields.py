@@ -32,7 +32,7 @@ PERMUTED = ("llama", "llama with experts")  # whose q and k rows are in llama.cp
 
 
 def family_of_gguf(name: str) -> tuple[ModelFamily, bool]:
-    """The family of files with that `gguf_name`, and whether their rows are permuted. Raises UnsupportedModelError."""
+    """The family of files with this `gguf_name`, and if their rows are permuted. Raises UnsupportedModelError."""
     known = {each: FAMILIES[other] for each, other in ARCHITECTURES.items() if other in FAMILIES}
     if name not in known:
         raise UnsupportedModelError(f"GGUF architecture {name!r} is not supported (known: {listed(known)})")
