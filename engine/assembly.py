@@ -26,7 +26,7 @@ from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import Scheduler
-from engine.wings import Adapters, OnProgress, no_progress
+from engine.wings import Adapters, OnProgress, Prepare, no_progress
 from kvstore.layout import PoolGeometry
 from kvstore.pool.block_pool import BlockPool
 
@@ -95,10 +95,12 @@ def _assemble(
 
         check_device(device)
     model_config = check_model(files, config)
+    preparing: list[Prepare] = []
     if not model_config.is_causal:
         require_wing("engine.bidirectional", f"{model_config.architecture} with attention to later tokens")
-        from engine.bidirectional.steps import for_whole_prompts
+        from engine.bidirectional.steps import check_pooled, for_whole_prompts
 
+        preparing.append(check_pooled)
         config = for_whole_prompts(config, model_config, asked_tokens)
     if device.type == "cuda":
         call_wing("engine.prefill_backends.refusals:check_attention", model_config, gpu.attention_backend)
@@ -141,14 +143,14 @@ def _assemble(
         max_replay_tokens=call_wing("engine.cpu_forms.forms:max_replay_tokens", config, device) or 0,
         cuts_prompts=model_config.is_causal,
     )
+    asked_of = loaded.vector_modules, loaded.constraints, adapters
+    preparing += [each.prepare_request for each in asked_of if each is not None]
     engine = Engine(
         scheduler,
         runner if balancing is None else balancing.counted(runner),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
-        constraints=loaded.constraints,
-        generates=model_config.is_causal,
-        pooling=loaded.vector_modules.pooling if loaded.vector_modules else "",
+        preparing=preparing,
         counting=[each for each in (kv, balancing, speculation, prompt_budget, adapters) if each is not None],
         adapters=adapters,
     )

@@ -16,13 +16,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from common.errors import InvalidRequestError
-from common.wings import has_wing
 from engine.plan import PendingStep, ScheduledRow, StepPlan, StepResult, StepSize
 from engine.request import Request, RequestId, SamplingParams, SchedulerLoad
-from engine.request_checks import check_output, check_prompt
+from engine.request_checks import check_request
 from engine.scheduled_step import KvLoad, ScheduledStep, StepOutcome, StepStats
 from engine.scheduling.scheduler import Scheduler
-from engine.wings import Adapters, Constraints, Counting, Figures
+from engine.wings import Adapters, Counting, Figures, Prepare
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +67,12 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        constraints: Constraints | None = None,
-        generates: bool = True,
-        pooling: str = "last",
+        preparing: Sequence[Prepare] = (),
         counting: Sequence[Counting] = (),
         adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """constraints, adapters: the runner's. A request gets no row before its own is ready. generates: else the
-        model gives vectors alone. pooling: what `auto` stands for. counting: see `figures`. clock: seconds."""
+        """preparing: called in turn with each request. counting: see `figures`. clock: seconds."""
         self.kv, self.remote_kv = scheduler.kv, scheduler.remote_kv
         self.max_model_len = scheduler.max_model_len
         self.vocab_size = vocab_size
@@ -86,9 +82,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._constraints = constraints
-        self._generates = generates
-        self._pooling = pooling
+        self._preparing = preparing
         self._adapters = adapters
         if adapters is not None:
             adapters.tell_of_changes(scheduler.kv.prefixes.announce_adapter)
@@ -115,28 +109,15 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Check and enqueue a request that nobody has yet. Raises InvalidRequestError, ContextLengthError."""
-        if not self._generates and not request.params.pooling:
-            raise InvalidRequestError("this model attends to later tokens: it gives vectors, and no text", "model")
-        if request.priority and not has_wing("engine.priorities"):
-            raise InvalidRequestError("this engine lacks priorities (engine.priorities)", "priority")
-        check_prompt(request.prompt_token_ids, request.params, self.vocab_size)
-        check_output(request.output_token_ids, request.params, self.vocab_size)
+        check_request(request, self.vocab_size)
         if request.params.seed is None:
             request.params = replace(request.params, seed=secrets.randbits(63), seed_is_drawn=True)
-        if request.params.pooling == "auto":
-            request.params = replace(request.params, pooling=self._pooling)
         request.eos_token_ids = self.eos_token_ids
-        if request.params.grammar and self._constraints is not None:
-            request.is_ready = self._constraints.readiness(request.params)
-        if request.adapter:
-            self._prepare_adapter(request)
-        self._scheduler.add(request)
-
-    def _prepare_adapter(self, request: Request) -> None:
-        if self._adapters is None:
+        if request.adapter and self._adapters is None:
             raise InvalidRequestError("the workers of this model serve no adapters (--enable-lora)", "model")
-        is_loaded, is_compiled = self._adapters.readiness(request), request.is_ready
-        request.is_ready = is_loaded if is_compiled is None else lambda: is_loaded() and is_compiled()
+        for prepare in self._preparing:
+            prepare(request)
+        self._scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> Request | None:
         """Forget a request; its blocks are free at once, or when a load that fills them has ended."""

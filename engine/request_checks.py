@@ -10,27 +10,28 @@ import numpy as np
 from common.errors import InvalidRequestError
 from common.token_ids import pack_ids
 from common.wings import has_wing
-from engine.request import SamplingParams
+from engine.request import Request
 
 
-def check_prompt(token_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+def check_request(request: Request, vocab_size: int) -> None:
     """Raise InvalidRequestError for an empty prompt, and for tokens outside the vocabulary, those in `params` too.
 
-    Also for a grammar where nothing follows them.
+    Also for what only a wing could do that is not here, and for output that is complete already.
     """
-    if not token_ids:
+    params = request.params
+    if not request.prompt_token_ids:
         raise InvalidRequestError("the prompt must hold at least one token", "prompt")
-    named = [
-        ("prompt", token_ids),
+    for param, token_ids in (
+        ("prompt", request.prompt_token_ids),
         ("allowed_token_ids", params.allowed_token_ids),
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
         ("bad_words", [token_id for word in params.bad_words for token_id in word]),
-    ]
-    for param, some_ids in named:
-        _check_in_vocabulary(param, some_ids, vocab_size, param)
+    ):
+        _check_in_vocabulary(param, token_ids, vocab_size, param)
     has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
     for is_asked, what, wing, field in (
+        (request.priority, "priorities", "engine.priorities", "priority"),
         (params.grammar, "grammars", "engine.grammar", None),
         (params.changes_logits, "penalties, biases and masks of tokens", "engine.logit_rules", None),
         (has_logprobs, "log-probabilities", "engine.logprobs", "logprobs"),
@@ -38,15 +39,9 @@ def check_prompt(token_ids: Sequence[int], params: SamplingParams, vocab_size: i
     ):
         if is_asked and not has_wing(wing):
             raise InvalidRequestError(f"this engine lacks {what} ({wing})", field)
-    if params.pooling and (params.max_tokens > 1 or params.logprobs is not None):
-        raise InvalidRequestError("pooling needs max_tokens 1, and no logprobs", "pooling")
-
-
-def check_output(token_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequestError for output tokens of another vocabulary, or as many as there may be."""
     # No `param`: clients do not send output tokens, so this is never their mistake.
-    _check_in_vocabulary("the output", token_ids, vocab_size, None)
-    if len(token_ids) >= params.max_tokens:
+    _check_in_vocabulary("the output", request.output_token_ids, vocab_size, None)
+    if len(request.output_token_ids) >= params.max_tokens:
         raise InvalidRequestError("all max_tokens are generated already")
 
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[str, float | None], None]
 """Called with what takes long before an engine is ready, and its part that is done, 0 to 1; None: that is unknown."""
+Prepare = Callable[["Request"], None]
+"""Completes a request that has come, as a wing has it. Raises InvalidRequestError for one that it refuses."""
 Figures = Mapping[str, Sequence[float]]
 """By metric: the total of a counter or the value of a gauge, for each number that its label has; observations."""
 
@@ -55,8 +57,8 @@ class Constraints(Protocol):
         """Load what the first constraint would wait for. The future's exception: this model takes none."""
         ...
 
-    def readiness(self, params: SamplingParams) -> Callable[[], bool]:
-        """Begin to compile the request's constraint. While the function says False, the request gets no row."""
+    def prepare_request(self, request: Request) -> None:
+        """See `Prepare`: begin to compile the request's constraint, if it names one, and set its `is_ready`."""
         ...
 
     def start(self, params: SamplingParams) -> object:
@@ -67,9 +69,8 @@ class Constraints(Protocol):
 class Adapters(Counting, Protocol):
     """Adapters of a model: further weights that requests name."""
 
-    def readiness(self, request: Request) -> Callable[[], bool]:
-        """Get the request's adapter ready; the result says whether it is. Raises InvalidRequestError for one that
-        cannot be used."""
+    def prepare_request(self, request: Request) -> None:
+        """See `Prepare`: get the request's adapter ready, if it names one, and let its `is_ready` say so."""
         ...
 
     def tell_of_changes(self, on_change: Callable[[str, bool], None]) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.errors import ConfigError, UnsupportedModelError
+from common.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
+from engine.request import Request
 
 MAX_STEP_TOKENS = 8192  # that a long context raises a step's tokens to; more only where it is asked for
 
@@ -38,3 +39,9 @@ def for_whole_prompts(config: EngineConfig, model: ModelConfig, asked_tokens: in
         )
     max_model_len = longest if context > longest else config.max_model_len
     return replace(config, prefix_cache=False, max_num_batched_tokens=num_tokens, max_model_len=max_model_len)
+
+
+def check_pooled(request: Request) -> None:
+    """See `engine.wings.Prepare`."""
+    if not request.params.pooling:
+        raise InvalidRequestError("this model attends to later tokens: it gives vectors, and no text", "model")

@@ -12,7 +12,7 @@ from common.errors import MiniInferError
 from common.text.tokenizer import Tokenizer
 from engine.grammar.grammars import GrammarMatcher, Grammars, compute_masks
 from engine.logit_rules.filters import Words
-from engine.request import SamplingParams
+from engine.request import Request, SamplingParams
 from engine.request_states import RequestState
 
 
@@ -70,8 +70,9 @@ class GrammarConstraints:
     def prepare(self) -> Future[object]:
         return self._grammars.prepare()
 
-    def readiness(self, params: SamplingParams) -> Callable[[], bool]:
-        return self._grammars.compile(params.grammar).done  # holds the compiled grammar, so that `start` finds it
+    def prepare_request(self, request: Request) -> None:
+        if grammar := request.params.grammar:
+            request.is_ready = self._grammars.compile(grammar).done  # holds what is compiled: `start` finds it
 
     def start(self, params: SamplingParams) -> FollowGrammar:
         return FollowGrammar(self._grammars.start(params.grammar))

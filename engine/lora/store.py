@@ -36,6 +36,12 @@ class AdapterStore(Generic[T]):
         self._num_loads = 0
         self._seconds: list[float] = []  # of loads since `figures` was called
 
+    def prepare_request(self, request: Request) -> None:
+        """See Adapters: beside a constraint that is compiled, if the request has one."""
+        if request.adapter:
+            is_loaded, is_compiled = self.readiness(request), request.is_ready
+            request.is_ready = is_loaded if is_compiled is None else lambda: is_loaded() and is_compiled()
+
     def readiness(self, request: Request) -> Callable[[], bool]:
         """Start to read the request's adapter; the result says when it may run. Raises InvalidRequestError."""
         return self._load_of(request.adapter, self._check(request)).done

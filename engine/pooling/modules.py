@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from common.errors import ConfigError, UnsupportedModelError
+from common.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from common.model_files import ModelFiles
+from engine.request import Request
 
 MODULES = "modules.json"
 POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
@@ -48,6 +49,14 @@ class VectorModules:
 
     pooling: str = "last"
     layers: Sequence[Layer] = ()
+
+    def prepare_request(self, request: Request) -> None:
+        """See `engine.wings.Prepare`: `auto` is the model's own pooling."""
+        params = request.params
+        if params.pooling and (params.max_tokens > 1 or params.logprobs is not None):
+            raise InvalidRequestError("pooling needs max_tokens 1, and no logprobs", "pooling")
+        if params.pooling == "auto":
+            request.params = replace(params, pooling=self.pooling)
 
     def apply(self, vectors: Tensor) -> Tensor:
         """(n, hidden) -> (n, size), float32."""

@@ -15,8 +15,8 @@ from common.errors import InvalidRequestError
 from engine.assembly import assemble
 from engine.engine import Engine
 from engine.plan import ScheduledRow, StepPlan
-from engine.request import FinishReason, Request, SamplingParams
-from engine.request_checks import check_prompt
+from engine.pooling.modules import VectorModules
+from engine.request import FinishReason, Request, RequestId, SamplingParams
 from tests.engine.driving import Driver, directory, engine_config, finish, make_runner, open_model, random_prompt
 from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE, with_wing
 
@@ -122,5 +122,6 @@ def test_a_row_that_is_run_again_counts_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"max_tokens": 2}, {"logprobs": 0}])
 def test_a_vector_has_one_token_to_travel_with(changes: dict[str, Any]) -> None:
+    request = Request(RequestId("a"), [1], replace(POOLED, pooling="last", **changes))
     with pytest.raises(InvalidRequestError, match="pooling needs max_tokens 1, and no logprobs"):
-        check_prompt([1], replace(POOLED, pooling="last", **changes), VOCAB_SIZE)
+        VectorModules().prepare_request(request)
