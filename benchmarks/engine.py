@@ -29,7 +29,8 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig, GpuConfig
-from engine.kv.memory import block_groups, kv_layout
+from engine.kv.memory import kv_layout
+from engine.kv_groups.of_layout import block_groups
 from engine.loader.load import read_config, resolve_device
 from engine.request import Request, RequestStatus
 

@@ -21,14 +21,13 @@ from common.wings import call_wing, require_wing
 from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
 from engine.kv.manager import KVManager
-from engine.kv.memory import DTYPE_NAMES, PoolMemory, block_groups, context_in_pool, pool_geometry
+from engine.kv.memory import DTYPE_NAMES, PoolMemory, context_in_pool, make_kv_manager, pool_geometry
 from engine.rank_processes import Ranks
 from engine.ranks import RankContext
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import Scheduler
 from engine.wings import Adapters, OnProgress, Prepare, no_progress
 from kvstore.layout import PoolGeometry
-from kvstore.pool.block_pool import BlockPool
 
 if TYPE_CHECKING:
     from common.text.tokenizer import Tokenizer
@@ -224,14 +223,6 @@ def adapters_of(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
     return adapters
 
 
-def make_kv_manager(
-    geometry: PoolGeometry, config: EngineConfig, make: Callable[..., KVManager] = KVManager
-) -> KVManager:
-    """Block bookkeeping for a pool of that geometry."""
-    groups = block_groups(geometry.layout, config.block_size, config.max_num_batched_tokens)
-    return make(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint)
-
-
 def _open_kv(
     geometry: PoolGeometry, config: EngineConfig, agent_socket: str, device: torch.device
 ) -> tuple[KVManager, torch.Tensor | None]:
@@ -241,9 +232,7 @@ def _open_kv(
     require_wing("kvstore.tier", "--host-tier-gb" if config.host_tier_gb else "--agent-socket")
     from engine.host_tier.open_tier import open_tier
 
-    by_swap = config.preemption == "swap"
-    make, buffer = open_tier(geometry, int(config.host_tier_gb * 2**30), agent_socket, device, by_swap)
-    return make_kv_manager(geometry, config, make), buffer
+    return open_tier(geometry, config, agent_socket, device)
 
 
 def _make_runner(

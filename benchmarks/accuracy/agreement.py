@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import drain, greedy
-from engine.assembly import make_kv_manager
 from engine.config import EngineConfig
 from engine.cpu.runner import CpuRunner
 from engine.engine import Engine
-from engine.kv.memory import allocate_pool, pool_geometry
+from engine.kv.memory import allocate_pool, make_kv_manager, pool_geometry
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.loader.load import LoadedModel

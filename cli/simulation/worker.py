@@ -15,8 +15,8 @@ from typing import cast
 from cli.simulation.clock import Clock
 from engine.engine import Engine
 from engine.host_tier.kv_manager import TieredKVManager
-from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
+from engine.kv_groups.block_groups import BlockGroups
 from engine.objectives.prompt_budget import PromptBudget
 from engine.plan import StepPlan, StepResult, StepSize
 from engine.progressive_pulls.remote_kv import ProgressiveRemoteKv
@@ -115,9 +115,12 @@ class SimulatedWorker:
         self.pulls_end = {False: 0.0, True: 0.0}  # when pulls for requests, prefetches that were begun have ended
         self._spec, self._clock, self._on_outcome, self._pull = spec, clock, on_outcome, pull
         self._runner = SteppedRunner(spec, seed)
-        groups = BlockGroups(spec.block_size)
-        own = BlockPool(spec.num_blocks), groups, FINGERPRINT
-        self.kv = KVManager(*own) if host_tier is None else TieredKVManager(*own, host_tier)
+        pool, groups = BlockPool(spec.num_blocks), BlockGroups(spec.block_size)
+        self.kv: KVManager = (
+            KVManager(pool, spec.block_size, FINGERPRINT)
+            if host_tier is None
+            else TieredKVManager(pool, groups, FINGERPRINT, host_tier)
+        )
         scheduler = Scheduler(
             self.kv,
             max_num_seqs=spec.max_num_seqs,

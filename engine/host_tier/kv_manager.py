@@ -7,8 +7,9 @@ step has ended.
 from __future__ import annotations
 
 from engine.host_tier.prefixes import find_on_host
-from engine.kv.block_groups import NO_BLOCK, BlockGroups
-from engine.kv.manager import KVManager
+from engine.kv.manager import NO_BLOCK
+from engine.kv_groups.block_groups import BlockGroups
+from engine.kv_groups.manager import GroupedKVManager
 from engine.request import Request
 from engine.scheduled_step import ScheduledStep
 from engine.wings import Figures
@@ -16,7 +17,7 @@ from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
 
 
-class TieredKVManager(KVManager):
+class TieredKVManager(GroupedKVManager):
     """See KVManager."""
 
     def __init__(
@@ -72,6 +73,9 @@ class TieredKVManager(KVManager):
         self.release(request, is_used=True)
         request.host_slots = slots
         return True
+
+    def num_blocks_to_swap_in(self, request: Request, num_tokens: int) -> int:
+        return self.groups.num_live(request.num_computed_tokens, num_tokens)
 
     def swap_in(self, request: Request, step: ScheduledStep) -> None:
         num_tokens = request.num_computed_tokens

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.kv.block_groups import NO_BLOCK, BlockGroups
+from engine.kv.manager import NO_BLOCK
+from engine.kv_groups.block_groups import BlockGroups
 from engine.request import Request
 from kvstore.pool.block_hash import group_key
 from kvstore.tier.host_tier import HostTier

@@ -16,9 +16,10 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.wings import require_wing
 from engine.config import EngineConfig
-from engine.kv.block_groups import BlockGroups
+from engine.kv.manager import KVManager
 from engine.models.config import ModelConfig
 from kvstore.layout import WHOLE, KvLayout, PoolGeometry, Shard, full_attention, latent_attention
+from kvstore.pool.block_pool import BlockPool
 from kvstore.transports.shared_memory import create_memfd
 
 logger = logging.getLogger(__name__)
@@ -58,15 +59,6 @@ def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
     return full_attention(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_NAMES[dtype])
 
 
-def block_groups(layout: KvLayout, block_size: int, step_tokens: int) -> BlockGroups:
-    """Which blocks of a sequence a model with this layout reads. step_tokens: most tokens of one step."""
-    if not layout.has_windows:
-        return BlockGroups(block_size)
-    from engine.windows.block_groups import WindowedGroups
-
-    return WindowedGroups.of(layout, block_size, step_tokens)
-
-
 def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """Data type of K and V in the cache when the model computes in `dtype`."""
     return torch.float8_e4m3fn if engine_config.kv_cache_dtype == "fp8" else dtype
@@ -89,11 +81,10 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
 
     Raises ConfigError when the user asked for more than it holds; what the model declares is cut with a warning.
     """
-    groups = block_groups(geometry.layout, geometry.block_size, engine_config.max_num_batched_tokens)
-    room = groups.longest(geometry.num_blocks)
+    room, most = _room_of(geometry, engine_config, max_model_len)
     if room is None or max_model_len <= room:
         return max_model_len
-    needed = groups.most_live(max_model_len) * geometry.block_bytes
+    needed = most * geometry.block_bytes
     numbers = (
         f"a sequence of {max_model_len} tokens needs {needed / 1e9:.2f} GB of KV blocks, and there are "
         f"{geometry.pool_bytes / 1e9:.2f} GB"
@@ -105,6 +96,28 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
         )
     logger.warning("%s: sequences may have %d tokens", numbers, room)
     return room
+
+
+def _room_of(geometry: PoolGeometry, config: EngineConfig, max_model_len: int) -> tuple[int | None, int]:
+    """Tokens of the longest sequence that the pool holds, None: any; and blocks of one of `max_model_len`."""
+    if not geometry.layout.has_windows:
+        return geometry.num_blocks * geometry.block_size, -(-max_model_len // geometry.block_size)
+    from engine.kv_groups.of_layout import block_groups
+
+    groups = block_groups(geometry.layout, geometry.block_size, config.max_num_batched_tokens)
+    return groups.longest(geometry.num_blocks), groups.most_live(max_model_len)
+
+
+def make_kv_manager(geometry: PoolGeometry, config: EngineConfig) -> KVManager:
+    """Block bookkeeping for a pool of that geometry."""
+    pool = BlockPool(geometry.num_blocks, config.prefix_cache)
+    if not geometry.layout.has_windows:
+        return KVManager(pool, geometry.block_size, geometry.fingerprint)
+    from engine.kv_groups.manager import GroupedKVManager
+    from engine.kv_groups.of_layout import block_groups
+
+    groups = block_groups(geometry.layout, geometry.block_size, config.max_num_batched_tokens)
+    return GroupedKVManager(pool, groups, geometry.fingerprint)
 
 
 def allocate_pool(geometry: PoolGeometry, device: torch.device) -> Tensor:

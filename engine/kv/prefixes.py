@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from common.token_ids import pack_ids
-from engine.kv.block_groups import BlockGroups
 from engine.request import Request
-from kvstore.pool.block_hash import block_keys, group_key, root_key
+from kvstore.pool.block_hash import block_keys, root_key
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId, BlockKey
 
@@ -15,25 +14,20 @@ MAX_ROOTS = 4096
 class Prefixes:
     """Looks prefixes up. Changes nothing but the requests' `block_keys`."""
 
-    def __init__(self, pool: BlockPool, groups: BlockGroups, fingerprint: str) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, fingerprint: str) -> None:
         self._pool = pool
-        self._groups = groups
+        self._block_size = block_size
         self._fingerprint = fingerprint
         self._roots: dict[tuple[str, str], BlockKey] = {}  # by adapter and salt
 
     def extend_keys(self, request: Request) -> None:
         """Compute the keys of all full blocks of known tokens."""
-        keys, size = request.block_keys, self._groups.block_size
+        keys, size = request.block_keys, self._block_size
         num_full = request.num_known_tokens // size
         if len(keys) >= num_full:
             return
         parent = keys[-1] if keys else self._root(request.adapter, request.cache_salt)
         keys += block_keys(parent, pack_ids(request.token_ids(len(keys) * size, num_full * size)), size)
-
-    def keys(self, request: Request, group: int, first: int, last: int) -> list[BlockKey]:
-        """Keys of a group's full blocks at positions `first` to before `last`."""
-        keys = request.block_keys[first:last]
-        return [group_key(key, group) for key in keys] if group else keys
 
     def announce_adapter(self, adapter: str, is_there: bool) -> None:
         """Tell routers, by the root of its blocks' keys, that the adapter is in memory here, or not any more."""
@@ -48,9 +42,11 @@ class Prefixes:
         return root
 
     def cached_table(self, request: Request, max_tokens: int) -> list[BlockId]:
-        """Table of the longest cached prefix of at most `max_tokens` that all groups can continue."""
+        """Table of the longest cached prefix of at most `max_tokens`."""
         if not self._pool.enable_prefix_cache:
             return []
         self.extend_keys(request)
-        keys = request.block_keys[: max_tokens // self._groups.block_size]
-        return self._groups.cached_table(self._pool, keys)
+        return self._look_up(request.block_keys[: max_tokens // self._block_size])
+
+    def _look_up(self, keys: list[BlockKey]) -> list[BlockId]:
+        return self._pool.lookup(keys)

@@ -10,7 +10,7 @@ from collections import Counter
 from operator import attrgetter
 from typing import Any
 
-from engine.kv.manager import KVManager, held
+from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
 from engine.scheduling.admission import Admission
@@ -91,7 +91,7 @@ class _FreedBlocks:
     """Counts the blocks that `newcomer` could have if requests gave way to it one after the other."""
 
     def __init__(self, kv: KVManager, newcomer: Request) -> None:
-        self._pool = kv.pool
+        self._kv, self._pool = kv, kv.pool
         self._counts: Counter[BlockId] = Counter()
         # It shares these already: releasing them gains it nothing.
         is_new = newcomer.status is RequestStatus.WAITING
@@ -99,7 +99,7 @@ class _FreedBlocks:
 
     def add(self, victim: Request) -> int:
         """Number of further blocks that preempting `victim` frees: those without any other reference."""
-        block_ids = held(victim.block_ids)
+        block_ids = self._kv.blocks_of(victim)
         self._counts.update(block_ids)
         return sum(
             1

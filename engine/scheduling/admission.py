@@ -101,7 +101,7 @@ class Admission:
             return most - num_spare
         if request.status is RequestStatus.SWAPPED:
             num_new = min(request.num_uncomputed_tokens, max_tokens)
-            needed = kv.groups.num_live(request.num_computed_tokens, request.num_computed_tokens + num_new)
+            needed = kv.num_blocks_to_swap_in(request, request.num_computed_tokens + num_new)
         else:
             needed = kv.num_blocks_to_admit(request)
         return needed - num_spare

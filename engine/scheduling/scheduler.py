@@ -53,7 +53,7 @@ class Scheduler:
         self.num_stages = num_stages
         self.prompt_budget = prompt_budget
         self.speculation = speculation
-        longest = kv.groups.longest(kv.pool.num_blocks)
+        longest = kv.longest
         self.max_model_len = max_model_len if longest is None else min(max_model_len, longest)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._order: ServiceOrder = order or call_wing("engine.priorities.order:PriorityOrder") or ServiceOrder()

@@ -11,13 +11,11 @@ from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles, resolve_model
 from common.text.load import load_tokenizer
 from engine.config import EngineConfig
-from engine.kv.manager import KVManager
-from engine.kv.memory import allocate_pool, block_groups, context_in_pool, pool_geometry
+from engine.kv.memory import allocate_pool, context_in_pool, make_kv_manager, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.models.model import Model
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.draft_model import DraftRunner, FromCpuDraftModel, FromDraftModel, VocabSizes
-from kvstore.pool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +30,12 @@ def open_draft_model(
     device = torch.device("cpu")
     files, loaded, config, sizes = load_draft_model(name, config, vocab_size, device)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
-    groups = block_groups(geometry.layout, config.block_size, config.max_num_batched_tokens)
     runner = DraftRunner(loaded, allocate_pool(geometry, device), None, config)
     runner.warmup()
     logger.info("drafts by %s, %d KV blocks", files.name, geometry.num_blocks)
     return FromCpuDraftModel(
         runner,
-        KVManager(BlockPool(geometry.num_blocks, config.prefix_cache), groups, geometry.fingerprint),
+        make_kv_manager(geometry, config),
         lengths,
         num_tokens,
         config.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""Which blocks a model with windows still reads, see `engine/kv/block_groups.py`. Pure.
+"""Which blocks a model with windows still reads, see `engine/kv_groups/block_groups.py`. Pure.
 
 A layer with a window of w reads, for the query of token t, the keys of tokens t - w + 1 to t.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.kv.block_groups import NO_BLOCK, BlockGroups
+from engine.kv.manager import NO_BLOCK
+from engine.kv_groups.block_groups import BlockGroups
 from kvstore.layout import KvLayout
 from kvstore.pool.block_hash import group_key
 from kvstore.pool.block_pool import BlockPool

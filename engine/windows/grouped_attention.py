@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.cpu.batch import StepBatch
 from engine.cpu_forms.rows import is_generated
-from engine.kv.block_groups import group_table
+from engine.kv_groups.block_groups import group_table
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
 from engine.request_states import RequestState

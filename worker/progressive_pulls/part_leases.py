@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from engine.progressive_pulls.parts import part_blocks
+from engine.progressive_pulls.parts import are_first, part_blocks
 from engine.request import RequestId, RequestStatus
 from engine.scheduled_step import PromptChunk
 from kvstore.pool.leases import Lease
@@ -56,7 +56,7 @@ class PartLeases(PromptLeases):
 
     def _digests(self, entry: OpenRequest, block_ids: list[BlockId]) -> list[list[int]]:
         """Return digests of the prompt's blocks: the leased parts' are known, if they are the first of these."""
-        if entry.request.num_preemptions or not self._kv.groups.is_plain:
+        if entry.request.num_preemptions or not are_first(self._kv):
             entry.part_digests = []
         return _appended(entry.part_digests, self._leases.digests(block_ids[_num_leased(entry) :]))
 

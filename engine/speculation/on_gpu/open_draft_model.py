@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from common.errors import ConfigError
 from common.model_files import ModelFiles
 from engine.config import EngineConfig, GpuConfig
-from engine.kv.manager import KVManager
-from engine.kv.memory import allocate_pool, block_groups, context_in_pool, pool_geometry
+from engine.kv.memory import allocate_pool, context_in_pool, make_kv_manager, pool_geometry
 from engine.late_compiles.log import compiles_are_early
 from engine.loader.load import LoadedModel
 from engine.memory_profiling.profile import measure
@@ -22,7 +21,6 @@ from engine.speculation.on_gpu.draft_model import FromGpuDraftModel, GpuDraftRun
 from engine.speculation.open_draft_model import load_draft_model
 from engine.speculation.overlap import Overlap
 from kvstore.layout import PoolGeometry
-from kvstore.pool.block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +78,7 @@ class GpuDraftModel:
         runner = GpuDraftRunner(num_tokens, self.loaded, pool, None, config, self.gpu, max_model_len)
         with compiles_are_early():  # the target's warm-up came before
             runner.warmup()
-        groups = block_groups(geometry.layout, config.block_size, config.max_num_batched_tokens)
-        kv = KVManager(BlockPool(num_blocks, config.prefix_cache), groups, geometry.fingerprint)
+        kv = make_kv_manager(geometry, config)
         logger.info("drafts by %s, %d KV blocks", self.files.name, num_blocks)
         return FromGpuDraftModel(
             runner, overlap, kv, lengths, num_tokens, config.max_num_batched_tokens, max_model_len, self.sizes

@@ -21,7 +21,7 @@ TINY = TinyModel("SeedOss", {"head_dim": 8, "attention_bias": True, "attention_o
 
 @pytest.fixture
 def _written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry.FAMILIES))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1
     (tmp_path / "family.py").write_text(blocks[0])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestId, RequestStatus, SamplingParams
 from engine.scheduling.order import ServiceOrder
@@ -17,6 +16,7 @@ from kvstore.pool.block_pool import BlockPool
 from tests.engine.fakes import VOCAB_SIZE, BlockMemoryRunner, expected_tokens
 
 if TYPE_CHECKING:
+    from engine.kv_groups.block_groups import BlockGroups
     from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
 
@@ -34,6 +34,8 @@ SMALL_ENGINES = {
 def groups_of(windows: tuple[int, ...], budget: int) -> BlockGroups:
     """KV groups, see `make_engine`. budget: tokens of a step."""
     if not windows:
+        from engine.kv_groups.block_groups import BlockGroups
+
         return BlockGroups(BLOCK)
     from engine.windows.block_groups import WindowedGroups
 
@@ -47,6 +49,13 @@ def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups, by_swap
 
     tier: Any = HostTierAllocator(num_slots)
     return TieredKVManager(pool, groups, "test", tier, by_swap)
+
+
+def grouped(pool: BlockPool, groups: BlockGroups) -> KVManager:
+    """Of a model with windows."""
+    from engine.kv_groups.manager import GroupedKVManager
+
+    return GroupedKVManager(pool, groups, "test")
 
 
 def make_engine(
@@ -68,8 +77,13 @@ def make_engine(
     is_late: bool = False,
 ) -> tuple[Engine, BlockMemoryRunner]:
     """windows: of KV groups, 0: none; of a model without any, nothing. is_late: see BlockMemoryRunner."""
-    pool, groups = BlockPool(num_blocks, prefix_cache), groups_of(windows, budget)
-    kv = with_host_tier(host_slots, pool, groups, swap) if host_slots else KVManager(pool, groups, "test")
+    pool = BlockPool(num_blocks, prefix_cache)
+    if host_slots:
+        kv = with_host_tier(host_slots, pool, groups_of(windows, budget), swap)
+    elif windows:
+        kv = grouped(pool, groups_of(windows, budget))
+    else:
+        kv = KVManager(pool, BLOCK, "test")
     scheduler = Scheduler(
         kv,
         max_num_seqs=max_num_seqs,

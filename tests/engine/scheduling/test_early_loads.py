@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.kv.block_groups import BlockGroups
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestId, SamplingParams
 from engine.scheduled_step import ScheduledStep
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import HostSlot
 from tests.engine.fakes import expected_tokens
-from tests.engine.scheduling.engines import BLOCK, groups_of, run_all
+from tests.engine.scheduling.engines import BLOCK, grouped, groups_of, run_all
 from tests.engine.scheduling.peer import PROMPT, finish, make_peer
 
 
@@ -58,7 +57,7 @@ def test_a_load_waits_for_the_copy_of_what_it_evicts() -> None:
 
 @pytest.mark.wing("engine.windows")
 def test_a_step_may_read_what_a_window_leaves_behind() -> None:
-    kv = KVManager(BlockPool(32), groups_of((0, 6), 16), "test")
+    kv = grouped(BlockPool(32), groups_of((0, 6), 16))
     request = Request(RequestId("a"), list(range(40)), SamplingParams(max_tokens=1))
     assert kv.grow(request, 16)
     kv.launched(ScheduledStep())
@@ -71,7 +70,7 @@ def test_a_step_may_read_what_a_window_leaves_behind() -> None:
 
 
 def test_blocks_of_a_lease_and_of_copies_are_used_until_the_steps_have_ended() -> None:
-    kv = KVManager(BlockPool(8), BlockGroups(BLOCK), "test")
+    kv = KVManager(BlockPool(8), BLOCK, "test")
     leased, copied, other = kv.pool.allocate(3)
     kv.launched(ScheduledStep(copies_in=[(HostSlot(0), copied)]))
     kv.launched(ScheduledStep())

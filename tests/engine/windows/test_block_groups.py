@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.block_groups import NO_BLOCK, BlockGroups, group_table
-from engine.kv.manager import KVManager, held
+from engine.kv.manager import NO_BLOCK, KVManager
+from engine.kv_groups.block_groups import BlockGroups, group_table
+from engine.kv_groups.manager import GroupedKVManager, held, keys_of
 from engine.request import Request, RequestId, SamplingParams
 from engine.windows.block_groups import WindowedGroups
 from kvstore.pool.block_pool import BlockPool
@@ -24,6 +25,12 @@ WINDOWS = st.lists(st.sampled_from([0, 1, 3, 4, 5, 8, 13]), min_size=1, max_size
 def groups_of(block_size: int, windows: tuple[int, ...], step_tokens: int) -> BlockGroups:
     """As a model has them."""
     return BlockGroups(block_size) if windows == (0,) else WindowedGroups(block_size, windows, step_tokens)
+
+
+def manager_of(pool: BlockPool, groups: BlockGroups) -> KVManager:
+    """As a model with these groups has it."""
+    is_windowed = isinstance(groups, WindowedGroups)
+    return GroupedKVManager(pool, groups, "f") if is_windowed else KVManager(pool, groups.block_size, "f")
 
 
 @given(WINDOWS, st.integers(1, 5), st.integers(0, 40), st.integers(0, 20))
@@ -57,7 +64,7 @@ def test_what_a_sequence_holds_at_most(
     if not num_tokens:
         return
     pool = BlockPool(num_blocks)
-    kv = KVManager(pool, groups, "f")
+    kv = manager_of(pool, groups)
     for salt in "aab":  # the second time from the cache
         request = Request(RequestId("r"), list(range(num_tokens)), SamplingParams(), cache_salt=salt)
         request.num_computed_tokens = kv.attach_cached(request, num_tokens - 1)
@@ -81,7 +88,7 @@ def test_a_load_fills_what_no_cache_has_and_a_lease_takes_what_is_live(
 ) -> None:
     groups = groups_of(block_size, windows, step_tokens=64)
     pool = BlockPool(4 * groups.num_positions(num_tokens) * groups.num_groups, is_cached)
-    kv = KVManager(pool, groups, "f")
+    kv = manager_of(pool, groups)
     earlier = Request(RequestId("e"), list(range(num_tokens)), SamplingParams())
     assert kv.grow(earlier, num_tokens)
     earlier.num_computed_tokens = data.draw(st.integers(0, num_tokens))
@@ -95,7 +102,7 @@ def test_a_load_fills_what_no_cache_has_and_a_lease_takes_what_is_live(
     if is_cached:
         for entry in range(len(table), num_tokens // block_size * len(windows)):
             position, group = divmod(entry, len(windows))
-            [key] = kv.prefixes.keys(request, group, position, position + 1)
+            [key] = keys_of(request, group, position, position + 1)
             table += pool.lookup([key]) or [NO_BLOCK]
     table += [NO_BLOCK] * (groups.num_positions(num_tokens) * groups.num_groups - len(table))
     fresh, num_cached = kv.attach_for_load(request, num_tokens)
@@ -117,7 +124,7 @@ def test_a_load_fills_what_no_cache_has_and_a_lease_takes_what_is_live(
 def test_a_long_prompt_is_taken_in_and_handed_over_without_a_call_for_each_block(windows: tuple[int, ...]) -> None:
     """A call costs more than all else that is done for a block."""
     num_tokens = 16 * 1000
-    kv = KVManager(BlockPool(3000), groups_of(16, windows, step_tokens=64), "f")
+    kv = manager_of(BlockPool(3000), groups_of(16, windows, step_tokens=64))
     request = Request(RequestId("r"), list(range(num_tokens + 1)), SamplingParams())
     kv.prefixes.extend_keys(request)
     calls: Counter[str] = Counter()
@@ -132,7 +139,7 @@ def test_a_long_prompt_is_taken_in_and_handed_over_without_a_call_for_each_block
 
 def test_only_the_first_group_is_announced() -> None:
     pool = BlockPool(20)
-    kv = KVManager(pool, WindowedGroups(4, (0, 8), step_tokens=64), "f")
+    kv = manager_of(pool, WindowedGroups(4, (0, 8), step_tokens=64))
     request = Request(RequestId("r"), list(range(32)), SamplingParams())
     assert kv.grow(request, 32)
     request.num_computed_tokens = 32

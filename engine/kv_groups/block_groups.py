@@ -1,7 +1,8 @@
 """Which blocks of a sequence a model with KV groups still reads, and how many it can come to hold. Pure.
 
 A table lists blocks position by position, position p being the tokens from p * block_size on, and at each position
-one block per group: entry p * num_groups + g is group g's. With one group that is a plain list of blocks. See
+one block per group: entry p * num_groups + g is group g's; NO_BLOCK, if no later query reads it. What none reads
+goes back when a request takes its next blocks, so that nothing is done per token. See
 docs/decisions/kv-blocks-and-groups.md.
 """
 
@@ -12,8 +13,6 @@ from dataclasses import dataclass
 
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import BlockId, BlockKey
-
-NO_BLOCK = BlockId(-1)  # an entry that no later query reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Tables of requests with several KV groups, or with entries that hold no block."""
