@@ -81,18 +81,14 @@ def _assemble(
     from engine.loader.load import check_model, load_model, resolve_device
 
     began = time.monotonic()
-    order = service_order(config.scheduling_policy)
+    order: ServiceOrder | None = call_wing("engine.custom_policies.load:order_of", config)
     files = resolve_model(config.model)
     device = resolve_device(config)
     asked_tokens = config.max_num_batched_tokens
     config = config.resolved(device.type, is_offline)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
-    if config.kv_cache_dtype == "fp8":
-        require_wing("engine.eight_bit_kv", "--kv-cache-dtype fp8")
-        from engine.eight_bit_kv.scales import check_device
-
-        check_device(device)
+    call_wing("engine.eight_bit_kv.scales:check_device", config, device)
     model_config = check_model(files, config)
     preparing: list[Prepare] = []
     if not model_config.is_causal:
@@ -112,7 +108,12 @@ def _assemble(
     drafting: OnGpu | None = call_wing("engine.speculation.proposer:proposer_on_gpu", config, loaded, gpu)  # likewise
     config, geometry, max_model_len = size_pool(loaded, config, gpu, ranks, drafting)
     pool = memory.allocate(geometry, device)
-    kv, host_buffer = _open_kv(geometry, config, memory.agent_socket, device)
+    if memory.agent_socket:
+        require_wing("kvstore.tier", "--agent-socket")
+    tier: tuple[KVManager, torch.Tensor] | None = call_wing(
+        "engine.host_tier.open_tier:open_tier", geometry, config, memory.agent_socket, device
+    )
+    kv, host_buffer = tier or (make_kv_manager(geometry, config), None)
     held = loaded, pool, host_buffer, config
     make_runner: Callable[..., Any] = partial(_make_runner, *held, gpu, max_model_len)
     if adapters is not None:
@@ -171,18 +172,6 @@ def _assemble(
     return parts
 
 
-def service_order(policy: str) -> ServiceOrder | None:
-    """The order by the policy that `--scheduling-policy` names; None: the scheduler's own. Raises ConfigError."""
-    if policy == "priority":
-        return None
-    if policy == "fcfs":
-        return ServiceOrder()
-    require_wing("engine.custom_policies", f"--scheduling-policy {policy}")
-    from engine.custom_policies.load import load_order
-
-    return load_order(policy)
-
-
 def size_pool(
     loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, ranks: Ranks, drafting: OnGpu | None
 ) -> tuple[EngineConfig, PoolGeometry, int]:
@@ -221,18 +210,6 @@ def adapters_of(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
     """The adapters of a model, or of a rank's part of it; None: it serves none. Raises ConfigError."""
     adapters: Adapters | None = call_wing("engine.lora.adapters:open_adapters", loaded, config)
     return adapters
-
-
-def _open_kv(
-    geometry: PoolGeometry, config: EngineConfig, agent_socket: str, device: torch.device
-) -> tuple[KVManager, torch.Tensor | None]:
-    """Block bookkeeping, and the slots of the host tier, if there is one. Raises ConfigError, UnavailableError."""
-    if not (config.host_tier_gb or agent_socket):
-        return make_kv_manager(geometry, config), None
-    require_wing("kvstore.tier", "--host-tier-gb" if config.host_tier_gb else "--agent-socket")
-    from engine.host_tier.open_tier import open_tier
-
-    return open_tier(geometry, config, agent_socket, device)
 
 
 def _make_runner(

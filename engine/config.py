@@ -22,9 +22,6 @@ class EngineConfig(Settings):
         "; int4-weight in groups of 32; fp8 and w8a8 quantize activations too and need a GPU",
         choices=("auto", "none", "int8-weight", "int4-weight", "w8a8", "fp8"), off=("none",),
     )  # fmt: skip
-    kv_cache_dtype: str = setting(
-        "auto", "auto: as --dtype; fp8: e4m3, half the memory, twice the tokens in it", choices=("auto", "fp8")
-    )
     block_size: int = setting(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     num_gpu_blocks: int = setting(
         0, "KV blocks; 0: from --kv-cache-gb", flags=("--num-blocks", "--num-gpu-blocks-override")
@@ -32,7 +29,6 @@ class EngineConfig(Settings):
     kv_cache_gb: float = setting(
         0.0, "memory for KV blocks; 0: 1 GB on a CPU, what --gpu-memory-fraction leaves on a GPU"
     )
-    host_tier_gb: float = setting(0.0, "host memory for evicted and swapped blocks, without a node agent")
     max_num_seqs: int = setting(0, "sequences in one step; 0: 64 on a CPU, 256 on a GPU", flags=("--max-batch-size",))
     max_num_batched_tokens: int = setting(
         0,
@@ -41,10 +37,6 @@ class EngineConfig(Settings):
     )
     max_model_len: int = setting(0, "longest sequence; 0: what the model declares, if KV blocks hold it")
     prefix_cache: bool = setting(True, "reuse KV of equal prefixes", flags=("--enable-prefix-caching",))
-    preemption: str = setting("recompute", "how preempted requests get their KV back", choices=("recompute", "swap"))
-    scheduling_policy: str = setting(
-        "priority", "who is served first, admitted, preempted: priority, fcfs, or your own module:Class"
-    )
     tp: int = setting(
         1, "processes, on GPUs one each, that share each layer of the model (tensor parallelism)",
         flags=("--tensor-parallel-size",),
@@ -63,9 +55,7 @@ class EngineConfig(Settings):
     )
 
     def __post_init__(self) -> None:
-        check_not_negative(
-            self, "num_gpu_blocks", "kv_cache_gb", "host_tier_gb", "max_num_seqs", "max_model_len", "num_threads"
-        )
+        check_not_negative(self, "num_gpu_blocks", "kv_cache_gb", "max_num_seqs", "max_model_len", "num_threads")
         require(0 <= self.block_size <= 1024, f"--block-size {self.block_size}: choose 1 to 1024, or 0 for automatic")
         require(1 <= self.tp <= 256, f"--tp {self.tp}: choose 1 to 256")
         require(1 <= self.pp <= 64, f"--pp {self.pp}: choose 1 to 64")

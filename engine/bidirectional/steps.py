@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from common.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from engine.config import EngineConfig
+from engine.eight_bit_kv.settings import KvDtypeSettings
 from engine.models.config import ModelConfig
 from engine.request import Request
 
@@ -22,10 +23,9 @@ def for_whole_prompts(config: EngineConfig, model: ModelConfig, asked_tokens: in
     """
     if model.latent is not None:
         raise UnsupportedModelError("latent attention to later tokens (is_causal: false) is not supported")
-    if config.kv_cache_dtype != "auto":
-        raise ConfigError(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: {model.architecture} caches nothing; leave it out"
-        )
+    kv_dtype = config.of(KvDtypeSettings).kv_cache_dtype
+    if kv_dtype != "auto":
+        raise ConfigError(f"--kv-cache-dtype {kv_dtype}: {model.architecture} caches nothing; leave it out")
     context = model.context_length(config.max_model_len)
     num_tokens = config.max_num_batched_tokens
     if not asked_tokens:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import importlib
 
 from common.errors import ConfigError
+from engine.config import EngineConfig
 from engine.custom_policies.guarded import GuardedOrder, checked_key
+from engine.custom_policies.settings import PolicySettings
+from engine.scheduling.order import ServiceOrder
 from engine.scheduling.policy import EngineView, RequestView, SchedulingPolicy
 
 
-def load_order(name: str) -> GuardedOrder:
-    """The order of service by the policy that `--scheduling-policy` names. Raises ConfigError."""
-    return GuardedOrder(load_policy(name))
+def order_of(config: EngineConfig) -> ServiceOrder | None:
+    """The order of service that `--scheduling-policy` names. Raises ConfigError."""
+    return named_order(config.of(PolicySettings).scheduling_policy)
+
+
+def named_order(name: str) -> ServiceOrder | None:
+    """The order by the policy of that name; None: the scheduler's own. Raises ConfigError."""
+    if name == "priority":
+        return None
+    return ServiceOrder() if name == "fcfs" else GuardedOrder(load_policy(name))
 
 
 def load_policy(name: str) -> SchedulingPolicy:

@@ -14,20 +14,36 @@ be stored; kernels, blocks and transfers know of no scale, and workers with equa
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.config import EngineConfig
+from engine.eight_bit_kv.settings import KvDtypeSettings
 from engine.layers.attention import Attention
+from engine.layers.block import Block
 
 KV_SCALES = 1  # part of the fingerprint: changes when other scales are chosen
 RMS_EXPONENT = 1  # the scaled root mean square lies in [2^1, 2^2)
 MAX_EXPONENT = 12  # float16 weights must survive their scale
 
 
-def check_device(device: torch.device) -> None:
-    """Raise ConfigError for a GPU that cannot convert from and to 8-bit floating point."""
-    if device.type != "cuda":
+def stored_dtype(config: EngineConfig) -> torch.dtype | None:
+    """What KV is stored as; None: what the model computes in."""
+    return None if config.of(KvDtypeSettings).kv_cache_dtype == "auto" else torch.float8_e4m3fn
+
+
+def identity_of(config: EngineConfig) -> dict[str, Any]:
+    """What tells a model apart whose KV is stored so."""
+    asked = config.of(KvDtypeSettings).kv_cache_dtype
+    return {} if asked == "auto" else {"kv_cache": [asked, KV_SCALES]}
+
+
+def check_device(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for a GPU that cannot convert from and to 8-bit floating point, if it has to."""
+    if device.type != "cuda" or stored_dtype(config) is None:
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
@@ -35,6 +51,12 @@ def check_device(device: torch.device) -> None:
             f"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, this one has "
             f"{capability[0]}.{capability[1]}: use --kv-cache-dtype auto"
         )
+
+
+def fold_if_asked(config: EngineConfig, block: Block) -> None:
+    """Scale the weights of attention, if KV is stored in 8 bits."""
+    if isinstance(block, Attention) and stored_dtype(config) is not None:
+        fold_kv_scales(block)
 
 
 @torch.inference_mode()

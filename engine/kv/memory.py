@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.wings import require_wing
+from common.wings import call_wing, require_wing
 from engine.config import EngineConfig
 from engine.kv.manager import KVManager
 from engine.models.config import ModelConfig
@@ -61,7 +61,8 @@ def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
 
 def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """Data type of K and V in the cache when the model computes in `dtype`."""
-    return torch.float8_e4m3fn if engine_config.kv_cache_dtype == "fp8" else dtype
+    stored: torch.dtype | None = call_wing("engine.eight_bit_kv.scales:stored_dtype", engine_config)
+    return stored or dtype
 
 
 def num_blocks_for(geometry: PoolGeometry, engine_config: EngineConfig) -> int:

@@ -22,7 +22,6 @@ from common.text.tokenizer import Tokenizer
 from common.wings import call_wing, require_wing
 from engine.config import EngineConfig
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
-from engine.layers.attention import Attention
 from engine.layers.block import Block
 from engine.loader.checkpoint import ModelWeights
 from engine.loader.source import Source, check_settings, open_source
@@ -100,11 +99,8 @@ def load_model(
         "quant_mode": quant_mode,
         **held,
         **source.identity,
+        **(call_wing("engine.eight_bit_kv.scales:identity_of", engine_config) or {}),
     }
-    if engine_config.kv_cache_dtype != "auto":
-        from engine.eight_bit_kv.scales import KV_SCALES
-
-        identity["kv_cache"] = [engine_config.kv_cache_dtype, KV_SCALES]
     name = fingerprint(identity, source.files)
     logger.info(
         "loaded %s (%s, %s) in %.1f s", files.name, DTYPE_NAMES[dtype], quant_mode, time.perf_counter() - started
@@ -192,16 +188,12 @@ def _build(
         needed = stage_weights(config, needed, layers)
     weights = make(source.weights, needed, kept=kept, on_progress=on_progress, dtype=dtype, device=device)
     conversion.start(weights.parts, weights.count)
-    is_folded = engine_config.kv_cache_dtype == "fp8" and conversion.leaves_attention_plain
 
     def finish(block: Block) -> None:
-        inner = block.inner
         if block.norm.is_meta:  # of another stage
             return
-        if is_folded and isinstance(inner, Attention):
-            from engine.eight_bit_kv.scales import fold_kv_scales
-
-            fold_kv_scales(inner)
+        if conversion.leaves_attention_plain:
+            call_wing("engine.eight_bit_kv.scales:fold_if_asked", engine_config, block.inner)
         conversion.convert(block)
 
     model = source.family.build(config, weights, finish)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from common.errors import ConfigError, UnsupportedModelError
 from common.model_files import ModelFiles, resolve_model
 from common.text.load import load_tokenizer
+from common.wings import has_wing
 from engine.config import EngineConfig
 from engine.kv.memory import allocate_pool, context_in_pool, make_kv_manager, pool_geometry
 from engine.loader.load import LoadedModel, load_model
@@ -49,7 +51,8 @@ def load_draft_model(
 ) -> tuple[ModelFiles, LoadedModel, EngineConfig, VocabSizes]:
     """Load the weights; see `open_draft_model`. Returns its settings, too."""
     files, target = resolve_model(name), config.model
-    config = replace(config, model=name, tp=1, pp=1, stage_address="", kv_cache_dtype="auto", max_model_len=0)
+    plain_kv: dict[str, Any] = {"kv_cache_dtype": "auto"} if has_wing("engine.eight_bit_kv") else {}
+    config = replace(config, model=name, tp=1, pp=1, stage_address="", max_model_len=0, **plain_kv)
     loaded = load_model(files, config, device)
     if type(loaded.model) is not Model:
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from common.errors import ConfigError
 from common.model_files import ModelFiles
+from common.wings import has_wing
 from engine.config import EngineConfig, GpuConfig
 from engine.kv.memory import allocate_pool, context_in_pool, make_kv_manager, pool_geometry
 from engine.late_compiles.log import compiles_are_early
@@ -90,7 +91,8 @@ def load_on_gpu(name: str, target_config: EngineConfig, target: LoadedModel, gpu
     if target_config.pp > 1:
         raise ConfigError(f"--speculative draft:{name}: on GPUs no draft model helps pipeline stages; leave out --pp")
     files, loaded, config, sizes = load_draft_model(name, target_config, target.config.vocab_size, target.device)
-    config = replace(config, host_tier_gb=0.0)
+    without_tier: dict[str, Any] = {"host_tier_gb": 0.0} if has_wing("engine.host_tier") else {}
+    config = replace(config, **without_tier)
     check_attention(loaded.config, gpu.attention_backend)
     one = replace(config, num_gpu_blocks=1)
     block = pool_geometry(loaded.config, one, loaded.fingerprint, loaded.dtype)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.assembly import service_order
 from engine.engine import Engine
 from engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from engine.scheduling.order import ServiceOrder
 from tests.engine.driving import finish
 from tests.engine.fakes import expected_tokens
 from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
@@ -173,7 +173,7 @@ def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(win
 
 
 def test_fcfs_knows_no_priority() -> None:
-    engine, _ = make_engine(64, max_num_seqs=1, order=service_order("fcfs"))
+    engine, _ = make_engine(64, max_num_seqs=1, order=ServiceOrder())
     requests = start(engine, [[1] * 5])
     requests += [engine.add_request([2] * 5, LONG, priority=9), engine.add_request([3] * 5, LONG, priority=0)]
     assert [output.request for output in finish(engine) if output.finish_reason] == requests

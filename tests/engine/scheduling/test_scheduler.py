@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, InvalidRequestError
-from engine.assembly import service_order
 from engine.engine import DeviceLostError
 from engine.request import FinishReason, Request, SamplingParams
 from tests.engine.driving import finish
@@ -285,10 +284,12 @@ def test_any_order_of_events_keeps_every_token(
     data: st.DataObject, options: dict[str, Any], policy: str, windows: tuple[int, ...]
 ) -> None:
     """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
+    from engine.custom_policies.load import named_order
+
     if windows:  # else the longest sequence, of 23 tokens, does not fit
         options["num_blocks"] += groups_of(windows, options["budget"]).most_live(23) - 6
     options["overlap"] &= options["num_stages"] == 1
-    engine, _ = make_engine(**options, max_num_seqs=4, order=service_order(policy), windows=windows)
+    engine, _ = make_engine(**options, max_num_seqs=4, order=named_order(policy), windows=windows)
 
     def add() -> tuple[Request, list[int]]:
         prompt = [data.draw(st.integers(0, 2))] * data.draw(st.integers(1, 14)) + [data.draw(st.integers(3, 5))]
