@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-SILU = (1.0, 0.0)  # alpha and limit of the gate that is not clamped
-
 _SPEC = find_spec("kernels.native")
 HAS_NATIVE = _SPEC is not None and _SPEC.has_location  # a folder without code has none
 if HAS_NATIVE:
@@ -43,15 +41,9 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x if wide is x else x.copy_(wide)
 
 
-def silu_mul(gate_up: Tensor, alpha: float = SILU[0], limit: float = SILU[1]) -> Tensor:
-    """(num_tokens, 2 n) -> (num_tokens, n).
-
-    limit: if it is not 0, (up' + 1) gate' sigmoid(alpha gate'), of gate' up to limit and up' from -limit to limit.
-    """
-    if HAS_NATIVE and (found := native.silu_mul(gate_up, alpha, limit)) is not None:
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """(num_tokens, 2 n) -> (num_tokens, n)."""
+    if HAS_NATIVE and (found := native.silu_mul(gate_up)) is not None:
         return found
     gate, up = gate_up.chunk(2, dim=-1)
-    if not limit:
-        return functional.silu(gate).mul_(up)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    return functional.silu(gate).mul_(up)

@@ -116,7 +116,7 @@ def _checked(
 
 def sample_with_noise(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Rows with a temperature only: changed logits (n, vocab) -> token ids (n,), by each request's own noise."""
-    scaled, truncated, whole = _scaled(logits, params)
+    scaled, truncated, whole = scaled_logits(logits, params)
     keys = noise_keys([param.seed or 0 for param in params], positions, logits.device)
     token_ids = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     if truncated:
@@ -126,23 +126,13 @@ def sample_with_noise(logits: Tensor, params: Sequence[SamplingParams], position
     return token_ids
 
 
-def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The distributions that `sample_with_noise` samples from (n, vocab): zero for tokens that are left out."""
-    scaled, truncated, _ = _scaled(logits, params)
-    if truncated:
-        values = scaled[truncated].topk(min(scaled.shape[1], NUM_CANDIDATES), dim=-1).values
-        thresholds, _ = _find_thresholds(scaled[truncated], values, [params[index] for index in truncated])
-        scaled[truncated] = scaled[truncated].masked_fill(scaled[truncated] < thresholds, float("-inf"))
-    return scaled.softmax(dim=-1)
-
-
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
     """Keys of `exponential_noise` (n, 2)."""
     keys = [noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
-def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, list[int], list[int]]:
+def scaled_logits(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, list[int], list[int]]:
     """Logits over temperature, at most 0, the rows that top-k, top-p or min-p truncate, and the others."""
     temperatures = torch.tensor([max(param.temperature, 1e-5) for param in params], device=logits.device)[:, None]
     # Subtracting the maximum first keeps tiny temperatures finite.
@@ -171,7 +161,7 @@ def _sample_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingPar
     lies at or below the last of them is done again with all tokens.
     """
     values, ids = scaled.topk(min(scaled.shape[1], NUM_CANDIDATES), dim=-1)
-    thresholds, whole = _find_thresholds(scaled, values, params)
+    thresholds, whole = find_thresholds(scaled, values, params)
     scores = values - exponential_noise(keys, ids.int()).log_()
     scores.masked_fill_(values < thresholds, float("-inf"))
     token_ids = ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
@@ -182,7 +172,7 @@ def _sample_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingPar
     return token_ids
 
 
-def _find_thresholds(scaled: Tensor, values: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, list[int]]:
+def find_thresholds(scaled: Tensor, values: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, list[int]]:
     """Smallest scaled logit that each row keeps (n, 1), and the rows where `values` may not be all that are kept.
 
     values: the largest of each row, in falling order.

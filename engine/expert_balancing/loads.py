@@ -23,6 +23,7 @@ from common.errors import ConfigError
 from engine.expert_balancing.placement import Slots, balanced_placement, first_placement, plain_placement, rank_loads
 from engine.models.config import ModelConfig
 from engine.models.model import Model
+from engine.moe.layers import has_experts
 from engine.moe.moe import Moe
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class ExpertLoadRecorder:
         """path: of the file, if there is to be one. Raises ConfigError if it cannot be, or without experts."""
         if model.config.moe is None:
             raise ConfigError("--expert-load-file: the model has no experts")
-        self._has_experts = [model.config.has_experts(layer) for layer in range(model.config.num_layers)]
+        self._has_experts = [has_experts(model.config, layer) for layer in range(model.config.num_layers)]
         self.blocks = [block for block in model.blocks if isinstance(block, Moe)]
         shape = len(self.blocks), model.config.moe.num_experts
         self._counts = torch.zeros(shape, dtype=torch.int64, device=self.blocks[0].router.device)
@@ -140,7 +141,7 @@ def first_placements(config: ModelConfig, num_ranks: int, num_redundant: int) ->
     if config.moe is None:
         raise ConfigError("--expert-rebalance-interval: the model has no experts")
     slots = first_placement(config.moe.num_experts, num_ranks, num_redundant)
-    return tuple(slots if config.has_experts(layer) else () for layer in range(config.num_layers))
+    return tuple(slots if has_experts(config, layer) else () for layer in range(config.num_layers))
 
 
 def placements_of(path: Path, config: ModelConfig, num_ranks: int, num_redundant: int) -> tuple[Slots, ...]:
@@ -155,7 +156,7 @@ def placements_of(path: Path, config: ModelConfig, num_ranks: int, num_redundant
         raise ConfigError(f"--expert-placement {path}: no loads of experts in it ({error})") from error
     if config.moe is None:
         raise ConfigError("--expert-placement: the model has no experts")
-    wanted = [config.moe.num_experts if config.has_experts(layer) else 0 for layer in range(config.num_layers)]
+    wanted = [config.moe.num_experts if has_experts(config, layer) else 0 for layer in range(config.num_layers)]
     if num_experts != config.moe.num_experts or [len(layer) for layer in layers] != wanted:
         raise ConfigError(f"--expert-placement {path}: its loads are of another model")
     return tuple(balanced_placement(layer, num_ranks, num_redundant) if layer else () for layer in layers)

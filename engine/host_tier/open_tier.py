@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.host_tier.buffer import host_buffer_over
 from engine.host_tier.kv_manager import TieredKVManager
 from engine.host_tier.settings import HostTierSettings
 from engine.kv.manager import KVManager
-from engine.kv.memory import host_buffer_over
 from engine.kv_groups.of_layout import block_groups
 from kvstore.layout import WHOLE, PoolGeometry
 from kvstore.pool.block_pool import BlockPool

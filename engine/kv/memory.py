@@ -137,11 +137,6 @@ def pool_over(buffer: Any, geometry: PoolGeometry) -> Tensor:
     return flat.view(geometry.num_blocks, *geometry.block_shape)
 
 
-def host_buffer_over(buffer: Any, num_slots: int, block_bytes: int) -> Tensor:
-    """Host slots uint8 [num_slots, block_bytes] as a view of a writable buffer."""
-    return torch.frombuffer(buffer, dtype=torch.uint8, count=num_slots * block_bytes).view(num_slots, block_bytes)
-
-
 class PoolMemory:
     """Where the memory of KV pools comes from: here it is of this process alone. A worker shares its own with peers.
 

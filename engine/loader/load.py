@@ -128,12 +128,7 @@ def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
     config = read_config(files, engine_config)
     check_settings(config, engine_config)
     config.context_length(engine_config.max_model_len)
-    if engine_config.tp > 1:
-        call_wing(CONFIG_OF_RANK, config, engine_config, Shard(rank=0, size=engine_config.tp))
-    if engine_config.pp > 1:
-        from engine.pipeline_parallel.staged import divide_layers
-
-        divide_layers(config, engine_config.pp)
+    call_wing("engine.tensor_parallel.rank_config:check_division", config, engine_config)
     return config
 
 

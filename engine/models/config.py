@@ -122,15 +122,6 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    def has_experts(self, layer: int) -> bool:
-        return self.moe is not None and layer not in self.moe.dense_layers
-
-    def of_layer(self, layer: int) -> ModelConfig:
-        """The config with this layer's placement of experts."""
-        if self.moe is None or not self.expert_slots:
-            return self
-        return replace(self, moe=replace(self.moe, slots=self.expert_slots[layer]))
-
     def context_length(self, max_model_len: int) -> int:
         """Longest sequence to serve: `max_model_len`, or with 0 what the model computes correctly.
 

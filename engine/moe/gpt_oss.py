@@ -12,6 +12,7 @@ from engine.models.config import ModelConfig
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 from engine.moe.hf_config import moe_from_hf
+from engine.moe.layers import of_layer
 from engine.moe.stacked_moe import StackedMoe
 
 
@@ -49,5 +50,5 @@ def gpt_oss(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
         yield AttentionWithSinks(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
-        yield StackedMoe(config.of_layer(index), weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
+        yield StackedMoe(of_layer(config, index), weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
     yield Head(config, weights, "model.norm", "lm_head", embedding)

@@ -16,7 +16,7 @@ from engine.few_rows.partials import Partials
 from engine.gpu.ops.rules import GpuStep
 from engine.moe.expert_stacks import Stack, StackedExperts
 from engine.moe.moe import Moe
-from kernels.elementwise import SILU
+from kernels.expert_gate import SILU
 from kernels.gpu.few_rows.gemm_configs import GemvConfig, TileConfig
 from kernels.gpu.moe.expert_formats import columns_of
 from kernels.gpu.moe.expert_pairs import SortedPairs, sort_pairs

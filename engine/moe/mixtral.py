@@ -13,6 +13,7 @@ from engine.models.config import ModelConfig
 from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 from engine.moe.hf_config import moe_from_hf
+from engine.moe.layers import of_layer
 from engine.moe.moe import Moe
 
 PROJECTIONS = ("w1", "w3", "w2")  # gate, up, down
@@ -30,5 +31,5 @@ def mixtral(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
         layer = f"model.layers.{index}"
         yield Attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
         norm = f"{layer}.post_attention_layernorm"
-        yield Moe(config.of_layer(index), weights, f"{layer}.block_sparse_moe", norm, PROJECTIONS)
+        yield Moe(of_layer(config, index), weights, f"{layer}.block_sparse_moe", norm, PROJECTIONS)
     yield Head(config, weights, "model.norm", "lm_head", embedding)

@@ -23,7 +23,7 @@ from engine.layers.mlp import take_gated
 from engine.layers.weights import CHOICE_BIAS, WeightSource
 from engine.models.config import ModelConfig
 from engine.moe.routing import choose_experts
-from kernels.elementwise import SILU, silu_mul
+from kernels.expert_gate import SILU, gated
 
 if TYPE_CHECKING:
     from engine.expert_parallel.slots import ExpertSlots
@@ -42,11 +42,11 @@ class Expert:
 
     @property
     def gate(self) -> tuple[float, float]:
-        """alpha and limit of `silu_mul`."""
+        """alpha and limit of `gated`."""
         return SILU
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x), *self.gate))
+        return self.down(gated(self.gate_up(x), *self.gate))
 
 
 class Moe(Block):

@@ -16,6 +16,7 @@ from engine.models.model import Embedding, Head, Part
 from engine.models.registry import register
 from engine.moe.config import MoeConfig
 from engine.moe.hf_config import moe_from_hf
+from engine.moe.layers import has_experts, of_layer
 from engine.moe.moe import Moe
 
 
@@ -61,6 +62,6 @@ def qwen2_moe(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
         yield Attention(config, weights, f"{layer}.self_attn", f"{layer}.input_layernorm", index)
-        feed_forward = Moe if config.has_experts(index) else Mlp
-        yield feed_forward(config.of_layer(index), weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
+        feed_forward = Moe if has_experts(config, index) else Mlp
+        yield feed_forward(of_layer(config, index), weights, f"{layer}.mlp", f"{layer}.post_attention_layernorm")
     yield Head(config, weights, "model.norm", "lm_head", embedding)

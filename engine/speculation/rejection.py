@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.cpu.sampler import SampledTokens, Sampler, noise_keys, probabilities, sample_whole
+from engine.cpu.sampler import (
+    NUM_CANDIDATES,
+    SampledTokens,
+    Sampler,
+    find_thresholds,
+    noise_keys,
+    sample_whole,
+    scaled_logits,
+)
 from engine.request import RequestId, SamplingParams, TokenId
 from engine.request_states import RequestState
 from engine.runner import LogitsHook
@@ -172,3 +180,13 @@ def acceptance_noise(seed: int, position: int) -> float:
     """Uniform in (0, 1)."""
     low, high = (word & 0xFFFFFFFF for word in noise_key(seed ^ ACCEPTANCE, position))
     return (((high << 32 | low) >> 12) + 0.5) * 2.0**-52
+
+
+def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The distributions that `sample_with_noise` samples from (n, vocab): zero for tokens that are left out."""
+    scaled, truncated, _ = scaled_logits(logits, params)
+    if truncated:
+        values = scaled[truncated].topk(min(scaled.shape[1], NUM_CANDIDATES), dim=-1).values
+        thresholds, _ = find_thresholds(scaled[truncated], values, [params[index] for index in truncated])
+        scaled[truncated] = scaled[truncated].masked_fill(scaled[truncated] < thresholds, float("-inf"))
+    return scaled.softmax(dim=-1)

@@ -13,6 +13,7 @@ from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.settings import ExpertParallelSettings
 from engine.models.config import ModelConfig
 from engine.moe.config import ExchangeKind
+from engine.pipeline_parallel.staged import divide_layers
 from kvstore.layout import Shard
 
 
@@ -27,6 +28,14 @@ def config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shar
         config = replace(config, expert_slots=first_placements(config, shard.size, num_redundant))
     expert_rank = shard.rank if experts.expert_parallel else None
     return divided(config, shard.size, expert_rank, cast(ExchangeKind, experts.expert_exchange))
+
+
+def check_division(config: ModelConfig, engine_config: EngineConfig) -> None:
+    """Raise ConfigError for a model that cannot be divided among the ranks of the settings."""
+    if engine_config.tp > 1:
+        config_of_rank(config, engine_config, Shard(rank=0, size=engine_config.tp))
+    if engine_config.pp > 1:
+        divide_layers(config, engine_config.pp)
 
 
 def divided(

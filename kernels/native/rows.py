@@ -48,7 +48,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     return True
 
 
-def silu_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor | None:
+def silu_mul(gate_up: Tensor, alpha: float = 1.0, limit: float = 0.0) -> Tensor | None:
     """`kernels.elementwise.silu_mul`; None where that is not possible."""
     if gate_up.device.type != "cpu" or gate_up.dtype not in DTYPES or not gate_up.is_contiguous():
         return None

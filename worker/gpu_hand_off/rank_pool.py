@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.gpu.pinning import pin
-from engine.kv.memory import host_buffer_over
+from engine.host_tier.buffer import host_buffer_over
 from kvstore.handle.handle import PoolInfo
 from kvstore.transports.shm import ShmReader
 from kvstore.transports.transport import LocalPool, Reader

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.elementwise import SILU
+from kernels.expert_gate import SILU
 from kernels.gpu.few_rows.gemm_configs import TileConfig
 from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predecessor
 from kernels.gpu.moe.activation import clamped_times

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.elementwise import SILU
+from kernels.expert_gate import SILU
 from kernels.gpu.few_rows.gemm_configs import GemvConfig
 from kernels.gpu.few_rows.gemv import LINE
 from kernels.gpu.launch import (

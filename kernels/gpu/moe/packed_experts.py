@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.elementwise import SILU
+from kernels.expert_gate import SILU
 from kernels.gpu.launch import has_wgmma
 from kernels.gpu.moe.expert_formats import columns_of, form_of
 from kernels.gpu.moe.expert_pairs import SortedPairs

@@ -18,6 +18,7 @@ from engine.expert_balancing.loads import NUM_READS, ExpertLoadRecorder, placeme
 from engine.expert_balancing.rebalancing import Rebalancer
 from engine.models.config import ModelConfig, RopeConfig
 from engine.moe.config import MoeConfig
+from engine.moe.layers import of_layer
 from engine.moe.moe import Moe
 from engine.plan import PlacedExperts
 from mini_infer import LLM
@@ -33,7 +34,7 @@ def test_each_layer_has_its_placement(tmp_path: Path) -> None:
     path = tmp_path / "loads"
     path.write_text(loads_of([], [9, 1, 1, 1]))
     assert placements_of(path, CONFIG, 2, 2) == ((), (0, 1, 2, 0, 1, 3))
-    sharded = replace(CONFIG, expert_slots=placements_of(path, CONFIG, 2, 2)).of_layer(1)
+    sharded = of_layer(replace(CONFIG, expert_slots=placements_of(path, CONFIG, 2, 2)), 1)
     assert sharded.moe is not None
     assert sharded.moe.num_slots == 6
 

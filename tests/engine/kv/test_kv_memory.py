@@ -9,7 +9,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.config import EngineConfig
-from engine.kv.memory import context_in_pool, host_buffer_over, pool_geometry, pool_over
+from engine.kv.memory import context_in_pool, pool_geometry, pool_over
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from kvstore.layout import PoolGeometry
 
@@ -45,5 +45,3 @@ def test_a_pool_over_a_memory_map_shares_its_bytes() -> None:
     assert tuple(pool.shape) == (5, *geometry.block_shape)
     pool[3].fill_(1.0)
     assert memory[3 * geometry.block_bytes : 3 * geometry.block_bytes + 4] == b"\0\0\x80\x3f"
-    slots = host_buffer_over(memory, 5, geometry.block_bytes)
-    assert torch.equal(slots, pool.view(5, -1).view(torch.uint8))

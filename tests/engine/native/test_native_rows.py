@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.elementwise import SILU
+from kernels.expert_gate import SILU
 from kernels.native import rows
 from tests.engine.native.native import native_variant, needs_library  # noqa: F401 - a fixture
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cpu.sampler import Sampler, probabilities, sample_with_noise
+from engine.cpu.sampler import Sampler, sample_with_noise
 from engine.plan import ScheduledRow, StepResult
 from engine.request import RequestId, SamplingParams
 from engine.request_states import RequestState
@@ -24,7 +24,14 @@ from engine.runner import sampled_queries, settle
 from engine.speculation import rejection
 from engine.speculation.draft_length import DraftLengths
 from engine.speculation.from_model import Drafting, FromModel
-from engine.speculation.rejection import DraftSampler, RejectionSampler, accept, acceptance_noise, replacements
+from engine.speculation.rejection import (
+    DraftSampler,
+    RejectionSampler,
+    accept,
+    acceptance_noise,
+    probabilities,
+    replacements,
+)
 from tests.engine.chi_square import fits
 
 VOCAB, NUM_REQUESTS = 8, 1000
