@@ -75,7 +75,8 @@ def decode_speed(generate: Callable[[list[list[int]], int], None], vocab_size: i
 
 
 def measure_ours(model: str, batches: list[int], num_input: int, num_output: int) -> dict[int, float]:
-    config = EngineConfig(model=model, load_format="dummy", device="cuda", prefix_cache=False)
+    dummy: dict[str, Any] = {"load_format": "dummy"}
+    config = EngineConfig(model=model, device="cuda", prefix_cache=False, **dummy)
     config = config.resolved("cuda")
     blocks = max(batches) * (-(-(num_input + num_output) // config.block_size) + 1)
     parts = assemble(replace(config, max_num_seqs=max(batches), num_gpu_blocks=blocks))

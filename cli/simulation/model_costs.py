@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.model_files import resolve_model
+from engine.moe.layers import has_experts
 from engine.simulated.step_cost import SimulatedCost
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def size_of(config: ModelConfig, num_weights: int, quant_mode: str) -> ModelSize
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     idle = 0
     if (moe := config.moe) is not None:
-        num_layers = sum(map(config.has_experts, range(config.num_layers)))
+        num_layers = sum(has_experts(config, layer) for layer in range(config.num_layers))
         expert = 3 * config.hidden_size * moe.intermediate_size
         idle = num_layers * (moe.num_experts - moe.num_experts_per_token) * expert
     return ModelSize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ NAMES = ("llama", "qwen2", "qwen3-biases", "gemma3")
 @pytest.fixture(scope="module", params=map(with_wing, NAMES))
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TINY_MODELS[request.param].save(tmp_path_factory.mktemp("model") / request.param)
+
+
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 
 
 def opened(path: Path, dtype: str = "float32", kv_cache_dtype: str = "auto") -> tuple[LoadedModel, EngineConfig]:
@@ -69,7 +73,7 @@ def test_values_far_from_one_survive_eight_bits(path: Path) -> None:
             if block.qkv.bias is not None:
                 block.qkv.bias[value_rows] *= 2.0**-12
     want = logits_of(loaded, config)
-    fp8 = replace(config, kv_cache_dtype="fp8")
+    fp8 = replace(config, **FP8)
     unscaled = logits_of(loaded, fp8)
     for block in attention_blocks(loaded):
         fold_kv_scales(block)
@@ -88,15 +92,17 @@ def test_eight_bit_blocks_are_half_as_large_and_have_keys_of_their_own(path: Pat
     assert 2 * narrow.block_bytes == wide.block_bytes
     assert narrow.fingerprint != wide.fingerprint
     by_memory = replace(config, num_gpu_blocks=0, kv_cache_gb=0.01)
-    doubled = pool_geometry(loaded.config, replace(by_memory, kv_cache_dtype="fp8"), "f", loaded.dtype).num_blocks
+    doubled = pool_geometry(loaded.config, replace(by_memory, **FP8), "f", loaded.dtype).num_blocks
     assert doubled // 2 == pool_geometry(plain.config, by_memory, "f", plain.dtype).num_blocks
 
 
 def test_a_gpu_without_the_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    config = replace(EngineConfig(), **FP8)
     with pytest.raises(ConfigError, match=r"8\.9"):
-        check_device(torch.device("cuda"))
-    check_device(torch.device("cpu"))
+        check_device(config, torch.device("cuda"))
+    check_device(config, torch.device("cpu"))
+    check_device(EngineConfig(), torch.device("cuda"))
 
 
 def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
@@ -104,9 +110,9 @@ def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
     outputs = []
     for max_num_batched_tokens in (64, 16):
         config = EngineConfig(
-            str(path), device="cpu", dtype="float32", quant_mode="none", kv_cache_dtype="fp8", block_size=8,
+            str(path), device="cpu", dtype="float32", quant_mode="none", block_size=8,
             num_gpu_blocks=64, max_num_seqs=4, num_threads=1,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens, **FP8,
         )  # fmt: skip
         engine = assemble(config).engine
         for _ in range(2):

@@ -16,6 +16,7 @@ from torch import Tensor
 from common.errors import ConfigError, UnsupportedModelError
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig
+from engine.kv_groups.manager import GroupedKVManager
 from engine.loader.load import load_model
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.mla.config import LatentConfig
@@ -103,6 +104,7 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family,
     finish(prefill.engine)
     leased = prefill.engine.kv.detach(sent, sent.num_known_tokens - 1)
     kv = decode.engine.kv
+    assert isinstance(kv, GroupedKVManager)
     windows = kv.groups.windows
     assert len(leased) == kv.num_blocks_to_load(len(prompt)) < kv.num_blocks_for(len(prompt))
     assert len(leased) == windows.count(0) * 23 + (len(windows) - windows.count(0)) * 6
