@@ -19,6 +19,8 @@ from common.errors import InvalidRequestError
 from engine.cpu.batch import StepBatch
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
+from engine.loader.load import LoadedModel
+from kvstore.layout import PoolGeometry
 
 NAME = "bidirectional"
 QUERY_BLOCK = 256  # queries of a window that attend together: their mask stays small, however long the prompt is
@@ -94,3 +96,11 @@ class BidirectionalAttention:
         for start, stop in zip(metadata.starts, metadata.starts[1:], strict=False):
             out[start:stop] = attend(q[start:stop], keys[:, start:stop], values[:, start:stop], window)
         return block.outputs(out)
+
+
+def attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> BidirectionalAttention | None:
+    """The backend of a model whose tokens attend to later ones; None: it is another one."""
+    if loaded.config.is_causal:
+        return None
+    windows = loaded.config.windows[geometry.layers.start :]
+    return BidirectionalAttention(windows, loaded.model.rotary, loaded.model.local_rotary)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
-from common.wings import call_wing, from_wing, has_wing
+from common.wings import call_wing
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch, build_batch
 from engine.cpu.forward import CpuForward, CpuForwards
@@ -34,6 +33,13 @@ from kvstore.layout import PoolGeometry
 
 MAX_WARMUP_TOKENS = 64  # 512 make the first prompt 10 to 80 ms faster, and a model of 0.5B ready 0.8 s later
 
+BACKENDS = (  # of wings: the first that takes the model and its pool
+    "engine.bidirectional.attention:attention_for",
+    "engine.windows.grouped_attention:attention_for",
+    "engine.native.attention:attention_for",
+    "engine.cpu_forms.aligned_pool:attention_for",
+)
+
 
 class CpuRunner(ModelRunner):
     """One model over one KV pool. kv_pool: see PoolGeometry. host_buffer: see ModelRunner."""
@@ -48,15 +54,10 @@ class CpuRunner(ModelRunner):
     ) -> None:
         super().__init__(loaded, kv_pool, host_buffer, ranks)
         config = config.resolved(loaded.device.type)
-        expected_dtype = kv_dtype(config, loaded.dtype)
-        layout = kv_layout(loaded.config, expected_dtype)
+        dtype = kv_dtype(config, loaded.dtype)
+        layout = kv_layout(loaded.config, dtype)
         geometry = PoolGeometry(layout, 1, config.block_size, loaded.fingerprint, loaded.shard)
-        expected = geometry.block_shape
-        if kv_pool.shape[1:] != expected or kv_pool.dtype != expected_dtype:
-            raise ConfigError(
-                f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
-                f"the model needs {list(expected)} {expected_dtype}"
-            )
+        assert (kv_pool.shape[1:], kv_pool.dtype) == (geometry.block_shape, dtype), "the pool is another model's"
         self._model = loaded.model
         self._forwards = self._lower(loaded, config, ranks)
         self._device = loaded.device
@@ -74,23 +75,11 @@ class CpuRunner(ModelRunner):
         return by_rows or CpuForwards(loaded.model, ranks)
 
     def _attention(self, loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
-        if not loaded.config.is_causal:
-            from engine.bidirectional.attention import BidirectionalAttention
-
-            windows = loaded.config.windows[geometry.layers.start :]
-            return BidirectionalAttention(windows, loaded.model.rotary, loaded.model.local_rotary)
-        if geometry.layout.has_windows:
-            from engine.windows.grouped_attention import GroupedAttention
-
-            return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
-        plain: AttentionBackend = (from_wing("engine.cpu_forms.aligned_pool:AlignedPoolAttention") or PoolAttention)(
-            kv_pool, loaded.model.rotary
-        )
-        if kv_pool.dtype != loaded.dtype or not has_wing("engine.native"):
-            return plain
-        from engine.native.attention import open_attention
-
-        return open_attention(kv_pool, loaded.model.config.num_heads, loaded.model.rotary) or plain
+        for path in BACKENDS:
+            found: AttentionBackend | None = call_wing(path, loaded, kv_pool, geometry)
+            if found is not None:
+                return found
+        return PoolAttention(kv_pool, loaded.model.rotary)
 
     def propose_with(self, proposer: Proposer) -> None:
         """See ModelRunner. Raises ConfigError where a model does not show the layers that the proposer reads."""

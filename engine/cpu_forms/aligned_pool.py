@@ -8,8 +8,10 @@ from torch import Tensor
 from engine.cpu.batch import StepBatch
 from engine.cpu.pool_attention import PoolAttention
 from engine.cpu_forms.rows import is_generated
+from engine.loader.load import LoadedModel
 from kernels.aligned_attention import aligned_attention
 from kernels.paged_attention import attend_causally
+from kvstore.layout import PoolGeometry
 
 
 class AlignedPoolAttention(PoolAttention):
@@ -30,3 +32,8 @@ def attend_one_by_one(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     seen = [num_keys - later for later in num_later]
     by_query = zip(torch.split(queries, 1), seen, strict=True)
     return torch.cat([attend_causally(query, keys[:, :count], values[:, :count]) for query, count in by_query])
+
+
+def attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AlignedPoolAttention:
+    """The backend of any other model."""
+    return AlignedPoolAttention(kv_pool, loaded.model.rotary)

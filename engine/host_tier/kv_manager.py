@@ -6,6 +6,8 @@ step has ended.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.host_tier.prefixes import find_on_host
 from engine.kv.manager import NO_BLOCK
 from engine.kv_groups.block_groups import BlockGroups
@@ -15,6 +17,7 @@ from engine.scheduled_step import ScheduledStep
 from engine.wings import Figures
 from kvstore.pool.block_pool import BlockPool
 from kvstore.tier.host_tier import HostTier
+from kvstore.types import BlockId
 
 
 class TieredKVManager(GroupedKVManager):
@@ -100,6 +103,17 @@ class TieredKVManager(GroupedKVManager):
                 self.num_stored_blocks += len(slots)
                 return
             kept = kept[: len(kept) // 2]  # the tier is nearly all pinned: keep what fits
+
+    def launched(self, step: ScheduledStep) -> None:
+        super().launched(step)
+        if step.copies_out or step.copies_in:
+            copied = [block_id for block_id, _ in step.copies_out] + [block_id for _, block_id in step.copies_in]
+            self._used.append((self._num_ended + self._in_flight, copied))
+
+    def is_used(self, block_ids: Collection[BlockId], step: ScheduledStep) -> bool:
+        """See KVManager."""
+        copied = {block_id for block_id, _ in step.copies_out}
+        return not copied.isdisjoint(block_ids) or super().is_used(block_ids, step)
 
     def finish_copies(self, step: ScheduledStep) -> None:
         if step.offload_slots:

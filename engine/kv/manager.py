@@ -144,11 +144,8 @@ class KVManager:
     # -- steps in flight -------------------------------------------------------------------------------------
 
     def launched(self, step: ScheduledStep) -> None:
-        """The step is in flight from now on, with its copies."""
+        """The step is in flight from now on."""
         self._in_flight += 1
-        if step.copies_out or step.copies_in:
-            copied = [block_id for block_id, _ in step.copies_out] + [block_id for _, block_id in step.copies_in]
-            self._used.append((self._num_ended + self._in_flight, copied))
 
     def ended(self) -> None:
         """The oldest step in flight has ended."""
@@ -162,9 +159,8 @@ class KVManager:
 
         Steps follow each other on the device; what else writes to the pool must wait for them.
         """
-        used = [blocks for _, blocks in self._used]
-        used.append([block_id for block_id, _ in step.copies_out])
-        return not all(map(set(block_ids).isdisjoint, used))
+        wanted = set(block_ids)
+        return not all(wanted.isdisjoint(blocks) for _, blocks in self._used)
 
     def give_back(self, block_ids: Sequence[BlockId]) -> None:
         """Release blocks that steps in flight may use."""

@@ -11,23 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, UnsupportedModelError
-from common.wings import require_wing
+from common.wings import call_wing, require_wing
 from engine.models.config import ModelConfig, RopeConfig, check_config
-
-QUANTIZATION_FILES = {  # of tools that leave config.json as it was: the method, and where in the file its fields are
-    "hf_quant_config.json": ("modelopt", "quantization"),
-    "quantize_config.json": ("gptq", ""),
-    "quant_config.json": ("awq", ""),
-}
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
     """`config.json`, with what files beside it add: end-of-sequence ids, how weights are quantized."""
     raw = _read_json(directory / "config.json")
-    for name, (method, key) in QUANTIZATION_FILES.items():
-        if not raw.get("quantization_config") and (directory / name).is_file():
-            found = _read_json(directory / name)
-            raw["quantization_config"] = {"quant_method": method, **(found.get(key) or {} if key else found)}
+    call_wing("engine.quantization.config_files:add_quantization", raw, directory, _read_json)
     generation = directory / "generation_config.json"
     if generation.is_file():
         eos = _read_json(generation).get("eos_token_id")

@@ -14,9 +14,11 @@ from engine.cpu.batch import StepBatch
 from engine.cpu_forms.rows import is_generated
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
+from engine.loader.load import LoadedModel
 from kernels.native.chunk_attention import causal_corner, chunk_attention, padded_len
 from kernels.native.decode_attention import DecodeAttention, Queries, supports
 from kernels.paged_attention import write_kv
+from kvstore.layout import PoolGeometry
 from kvstore.types import BlockId, runs_of
 
 MIN_RUN = 8  # blocks, on average: shorter runs are gathered by one operation more, which copies twice
@@ -49,9 +51,12 @@ class NativeMetadata:
     chunks: list[Chunk] = field(default_factory=list)
 
 
-def open_attention(pool: Tensor, num_heads: int, rotary: Tensor) -> NativeAttention | None:
+def attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> NativeAttention | None:
     """The backend, where there is a compiler and it takes this pool."""
-    return NativeAttention(pool, num_heads, rotary) if supports(pool, num_heads) else None
+    num_heads = loaded.model.config.num_heads
+    if kv_pool.dtype != loaded.dtype or not supports(kv_pool, num_heads):
+        return None
+    return NativeAttention(kv_pool, num_heads, loaded.model.rotary)
 
 
 class NativeAttention:

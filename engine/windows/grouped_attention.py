@@ -18,6 +18,7 @@ from engine.cpu_forms.rows import is_generated
 from engine.kv_groups.block_groups import group_table
 from engine.layers.attention import AttentionBlock
 from engine.layers.rotary import Rotation
+from engine.loader.load import LoadedModel
 from engine.request_states import RequestState
 from engine.windows.block_groups import WindowedGroups
 from kernels.aligned_attention import aligned_attention, capped
@@ -188,3 +189,10 @@ def attend_rows(
         beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(q.shape[0], -1, -1, 1)
         weights = torch.cat([scores, beside], dim=-1).softmax(dim=-1)[..., :-1]
     return torch.matmul(weights.to(values.dtype), values).view(q.shape)
+
+
+def attention_for(loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> GroupedAttention | None:
+    """The backend of a model with windows; None: it has none."""
+    if not geometry.layout.has_windows:
+        return None
+    return GroupedAttention(kv_pool, geometry, loaded.model.rotary, loaded.model.local_rotary)
