@@ -22,8 +22,7 @@ from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
 from engine.kv.manager import KVManager
 from engine.kv.memory import DTYPE_NAMES, PoolMemory, context_in_pool, make_kv_manager, pool_geometry
-from engine.rank_processes import Ranks
-from engine.ranks import RankContext
+from engine.ranks import RankContext, Ranks
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import Scheduler
 from engine.wings import Adapters, OnProgress, Prepare, no_progress

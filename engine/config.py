@@ -109,6 +109,14 @@ class EngineConfig(Settings):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of `count` pipeline stages, in the order of layers."""
+
+    index: int
+    count: int
+
+
 @dataclass(frozen=True)
 class GpuConfig:
     """GPU settings; without effect on a CPU. Raises ConfigError for values that cannot work."""

@@ -13,28 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from engine.config import Stage
+from kvstore.layout import WHOLE, Shard
+
 if TYPE_CHECKING:
+    from engine.config import EngineConfig
     from engine.layers.block import AddNorm, Block, Step
     from engine.layers.linear import LinearLayer
+    from engine.loader.load import LoadedModel
     from engine.models.model import Model
     from engine.plan import ScheduledRow, StepPlan
+    from kvstore.layout import PoolGeometry
 
 X = TypeVar("X")
 S = TypeVar("S")
 LookUp = Callable[[Tensor], Tensor]
 """From token ids (n,) to rows (n, hidden)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One of `count` pipeline stages, in the order of layers."""
-
-    index: int
-    count: int
 
 
 class Seams:
@@ -126,3 +124,26 @@ class RankContext(Generic[S]):
 
 
 SINGLE = RankContext(Seams())
+
+
+class Ranks:
+    """The ranks of a model as its assembly sees them: here this process alone.
+
+    shard, stage: what rank 0 has of the model; no stage: all layers. num_stages: steps that run at the same time.
+    """
+
+    shard: Shard = WHOLE
+    stage: Stage | None = None
+    num_stages = 1
+
+    def in_trials(self, loaded: LoadedModel, config: EngineConfig) -> tuple[Any, ...]:
+        """What of the ranks `num_blocks_that_fit` has to know, see `engine/memory_profiling/profile.py`."""
+        return ()
+
+    def num_blocks(self, loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig) -> int:
+        """Blocks for which all ranks have room. Raises ConfigError when one of them holds another model."""
+        return geometry.num_blocks
+
+    def runner(self, make: Callable[..., Any], *pool: Any) -> Any:
+        """Make the engine's runner. make: rank 0's own, from its RankContext if there are others."""
+        return make()

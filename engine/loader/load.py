@@ -20,14 +20,13 @@ from common.model_files import ModelFiles, sampled_digest
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer
 from common.wings import call_wing, require_wing
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Stage
 from engine.kv.memory import DTYPE_NAMES, TORCH_DTYPES
 from engine.layers.block import Block
 from engine.loader.checkpoint import ModelWeights
 from engine.loader.source import Source, check_settings, open_source
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.model import Model
-from engine.ranks import Stage
 from engine.wings import Constraints, OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 

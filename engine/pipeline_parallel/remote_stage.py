@@ -18,11 +18,10 @@ import msgspec
 from common import VERSION
 from common.errors import ConfigError
 from common.logging import current_format
-from engine.config import EngineConfig, GpuConfig
+from engine.config import EngineConfig, GpuConfig, Stage
 from engine.engine import DeviceLostError
 from engine.pipeline_parallel.socket_frames import SocketSource, receive_frame, send_frame, watch_peer
 from engine.plan import StepPlan
-from engine.ranks import Stage
 from engine.request import TokenId
 from engine.tensor_parallel.followers import STEP_ENCODER, FollowerLoaded, FollowerPool, FollowerStart, FollowerStep
 from kvstore.layout import Shard

@@ -14,7 +14,7 @@ QUANTIZATION_FILES = {  # the method, and where in the file its fields are
 
 
 def add_quantization(raw: dict[str, Any], directory: Path, read: Callable[[Path], dict[str, Any]]) -> None:
-    """Add to the `config.json` of that folder what such a file has. read: a file of JSON, which raises ConfigError."""
+    """Add to the `config.json` of that folder what such a file has. read: reads JSON, raises ConfigError."""
     for name, (method, key) in QUANTIZATION_FILES.items():
         if not raw.get("quantization_config") and (directory / name).is_file():
             found = read(directory / name)

@@ -16,8 +16,7 @@ from engine.expert_parallel.divided_rows import seams_of
 from engine.kv.memory import PoolMemory, num_blocks_for
 from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource
 from engine.pipeline_parallel.remote_stage import RemoteStage
-from engine.rank_processes import Ranks
-from engine.ranks import EMBEDDING, NO_LISTENER, HiddenSink, RankContext, Seams
+from engine.ranks import EMBEDDING, NO_LISTENER, HiddenSink, RankContext, Ranks, Seams
 from engine.tensor_parallel.followers import FollowerPool, Followers, place_of
 from engine.tensor_parallel.group import GlooGroup
 from engine.tensor_parallel.runner import ParallelRunner

@@ -20,12 +20,11 @@ import msgspec
 
 from common.errors import ConfigError
 from common.logging import current_format
-from engine.config import EngineConfig, GpuConfig
+from engine.config import EngineConfig, GpuConfig, Stage
 from engine.engine import DeviceLostError
 from engine.pipeline_parallel.hidden_ring import RingFds, RingSource
 from engine.pipeline_parallel.socket_frames import receive_frame
 from engine.plan import StepPlan
-from engine.ranks import Stage
 from engine.request import TokenId
 from engine.tensor_parallel.plan_ring import LENGTH, RingWriter, ring_bytes
 from kvstore.layout import Shard

@@ -17,7 +17,7 @@ from engine.assembly import assemble, size_pool
 from engine.config import EngineConfig, GpuConfig
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.models.families import family_of
-from engine.rank_processes import Ranks
+from engine.ranks import Ranks
 from engine.request import SamplingParams
 from tests.engine.tiny_models import TINY_MODELS, edit_config
 

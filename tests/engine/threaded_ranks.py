@@ -24,7 +24,7 @@ from engine.cpu.runner import CpuRunner
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import LoadedModel, load_model
 from engine.plan import StepPlan, StepResult
-from engine.rank_processes import Ranks
+from engine.ranks import Ranks
 from engine.request import SamplingParams, TokenId
 from engine.tensor_parallel.assembly import cpu_ranks
 from engine.tensor_parallel.follower import follow

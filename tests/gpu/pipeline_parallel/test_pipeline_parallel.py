@@ -19,7 +19,7 @@ from torch import Tensor
 import engine.assembly
 from common.model_files import ModelFiles
 from engine.assembly import assemble
-from engine.config import EngineConfig, GpuConfig
+from engine.config import EngineConfig, GpuConfig, Stage
 from engine.engine import Engine
 from engine.gpu.lowering import Observer
 from engine.gpu.runner import GpuRunner
@@ -28,8 +28,7 @@ from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import load_model
 from engine.plan import StepPlan, StepResult
 from engine.prompt_graphs import shapes
-from engine.rank_processes import Ranks
-from engine.ranks import Stage
+from engine.ranks import Ranks
 from engine.request import SamplingParams
 from engine.runner import Proposer
 from engine.tensor_parallel.gpu_seams import gpu_ranks

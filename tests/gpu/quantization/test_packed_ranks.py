@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Stage
 from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from engine.loader.load import LoadedModel, load_model
@@ -20,7 +20,6 @@ from engine.moe.gpu_experts import moe
 from engine.moe.moe import Moe
 from engine.quantization import conversion
 from engine.quantization.gpu_linears import GpuLinears, stored
-from engine.ranks import Stage
 from kvstore.layout import Shard
 from tests.engine.driving import directory
 from tests.engine.quantization.packed_files import FORMATS, SIZES, write
