@@ -1,13 +1,10 @@
-"""What becomes of a model's linear layers while it is built: they stay plain, but for the output projection of a CPU.
-
-Quantized weights are a wing (`engine/quantization`), which has another `Conversion`.
-"""
+"""What becomes of a model's linear layers while it is built, where they do not stay plain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from common.wings import call_wing
+from engine.cpu_gemms.gemms import give_float32_logits
 from engine.layers.block import Block
 from engine.layers.weights import Part
 from engine.models.model import Model
@@ -20,7 +17,7 @@ class Conversion:
     apart that are held otherwise: it does not follow from the files.
     """
 
-    def __init__(self, quant_mode: str = "none") -> None:
+    def __init__(self, quant_mode: str) -> None:
         self.quant_mode = quant_mode
         self.identity: dict[str, str] = {}
 
@@ -44,7 +41,7 @@ class Conversion:
 
     def finish(self, model: Model) -> None:
         """Replace the output projection, when all blocks are done."""
-        call_wing("engine.cpu_gemms.gemms:give_float32_logits", model)
+        give_float32_logits(model)
 
     def end(self) -> None:
         """Log what became of the checkpoint. Raises ConfigError for tensors of it that cannot be left out."""

@@ -166,7 +166,8 @@ def _build(
     """
     conversion = source.conversion(engine_config, shard, dtype, device)
     check_kernels(source.config, device)
-    kept = conversion.keep(source.checked_skeleton())
+    skeleton = source.checked_skeleton()
+    kept = frozenset[str]() if conversion is None else conversion.keep(skeleton)
     config = source.config
     make: Callable[..., ModelWeights] = ModelWeights
     if shard.size > 1:
@@ -181,20 +182,27 @@ def _build(
 
         needed = stage_weights(config, needed, layers)
     weights = make(source.weights, needed, kept=kept, on_progress=on_progress, dtype=dtype, device=device)
-    conversion.start(weights.parts, weights.count)
+    if conversion is not None:
+        conversion.start(weights.parts, weights.count)
 
     def finish(block: Block) -> None:
         if block.norm.is_meta:  # of another stage
             return
-        if conversion.leaves_attention_plain:
+        if conversion is None or conversion.leaves_attention_plain:
             call_wing("engine.eight_bit_kv.scales:fold_if_asked", engine_config, block.inner)
-        conversion.convert(block)
+        if conversion is not None:
+            conversion.convert(block)
 
     model = source.family.build(config, weights, finish)
     if shard.layers is not None:
         model.blocks = blocks_of(model.blocks, layers)
         model.config = replace(config, num_layers=len(layers))
-    if layers.stop == config.num_layers:
+    has_head = layers.stop == config.num_layers
+    if conversion is None:
+        if has_head:
+            call_wing("engine.cpu_gemms.gemms:give_float32_logits", model)
+        return model, "none", {}
+    if has_head:
         conversion.finish(model)
     conversion.end()
     return model, conversion.quant_mode, conversion.identity

@@ -15,7 +15,6 @@ from common.wings import call_wing, require_wing
 from engine.config import EngineConfig
 from engine.layers.weights import WeightSource
 from engine.loader.checkpoint import Check, Shape, check_weights
-from engine.loader.conversion import Conversion
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig
@@ -26,6 +25,7 @@ from kvstore.layout import Shard
 
 if TYPE_CHECKING:
     from engine.fused.stored_rows import StoredRows
+    from engine.loader.conversion import Conversion
     from engine.quantization.checkpoint import QuantizedCheckpoint
 
 WING = "engine.quantization"
@@ -52,15 +52,18 @@ class Source:
 
     def conversion(
         self, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
-    ) -> Conversion:
-        """Choose what becomes of the linear layers. Raises ConfigError for a mode without a kernel or weights."""
+    ) -> Conversion | None:
+        """Choose what becomes of the linear layers; None: they stay plain.
+
+        Raises ConfigError for a mode without a kernel or weights.
+        """
         if engine_config.quant_mode not in ("auto", "none"):
             require_wing(WING, f"--quant-mode {engine_config.quant_mode}")
         asked = self.weights, engine_config, dtype, device
         chosen: Conversion | None = call_wing("engine.gguf.choose:block_conversion", *asked)
         if chosen is None:
             chosen = call_wing("engine.quantization.conversion:choose_conversion", *asked, shard)
-        return chosen or Conversion()
+        return chosen
 
     def shapes_of(self, config: ModelConfig, kept: frozenset[str] = frozenset()) -> dict[str, Shape]:
         """Shapes of all weights that a model of `config` takes.

@@ -148,15 +148,17 @@ def _read(
         assert source.check is not None, "random weights have no parts"
         source.check(stored, tied=config.tie_word_embeddings, unused=config.unused_weights)
     conversion = source.conversion(engine_config, WHOLE, loaded.dtype, loaded.device)
-    kept = conversion.keep(skeleton)
+    kept = frozenset[str]() if conversion is None else conversion.keep(skeleton)
     taken = ModelWeights(weights, needed, kept=kept, dtype=loaded.dtype, device=loaded.device)
-    conversion.start(taken.parts, taken.count)
+    if conversion is not None:
+        conversion.start(taken.parts, taken.count)
 
     def finish(block: Block) -> None:
-        if not block.norm.is_meta:
+        if conversion is not None and not block.norm.is_meta:
             conversion.convert(block)
 
     blocks = [block for block in source.family.build(config, taken, finish).blocks if not block.norm.is_meta]
     found = {name.removeprefix(f"{asked}.").removesuffix(".weight"): taken.take(name, own[name]) for name in own}
-    conversion.end()
+    if conversion is not None:
+        conversion.end()
     return blocks, found
