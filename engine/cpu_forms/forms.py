@@ -22,7 +22,6 @@ from engine.cpu_forms.settings import FormSettings
 from engine.cpu_gemms.gemms import half, in_threes, onednn
 from engine.layers import forward
 from engine.layers.block import AddNorm
-from engine.layers.forward import lowered, plain_norm
 from engine.layers.linear import Linear, plain, two_rows_at_least
 from engine.loader.load import LoadedModel
 from engine.models.model import Model
@@ -98,15 +97,13 @@ def max_replay_tokens(config: EngineConfig, device: torch.device) -> int:
 
 def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> CpuForward:
     """model: of `with_linears_for` such steps."""
-    if rows is Rows.ANY:
-        return forward.plain(model, ranks)
+    return forward.plain(model, ranks, forward.plain_norm if rows is Rows.ANY else native_norm)
 
-    def norm(weight: torch.Tensor, eps: float, is_final: bool) -> AddNorm[torch.Tensor]:
-        dtype = model.hidden_dtype if is_final else model.embedding.dtype
-        native: AddNorm[torch.Tensor] | None = call_wing("kernels.native.rows:add_rms_norm", weight, eps, dtype)
-        return native or plain_norm(weight, eps, dtype)
 
-    return lowered(model, ranks, norm)
+def native_norm(weight: torch.Tensor, eps: float, dtype: torch.dtype) -> AddNorm[torch.Tensor]:
+    """One call of C for a norm, where there is a compiler."""
+    native: AddNorm[torch.Tensor] | None = call_wing("kernels.native.rows:add_rms_norm", weight, eps, dtype)
+    return native or forward.plain_norm(weight, eps, dtype)
 
 
 def with_linears_for(model: Model, rows: Rows, batch_invariant: bool) -> Model:

@@ -87,38 +87,6 @@ class Forward(Generic[S, P]):
         return Forward(self.start, self.ops, final, self.logits)
 
 
-def plain(model: Model, ranks: RankContext[Seams] = SINGLE) -> Forward[Step, Tensor]:
-    """The model as its family's file says it, on any device, with a residual in float32."""
-    dtype = model.embedding.dtype
-
-    def norm(weight: Tensor, eps: float, is_final: bool) -> AddNorm[Tensor]:
-        return plain_norm(weight, eps, model.hidden_dtype if is_final else dtype)
-
-    return lowered(model, ranks, norm)
-
-
-def lowered(
-    model: Model, ranks: RankContext[Seams], norm: Callable[[Tensor, float, bool], AddNorm[Tensor]]
-) -> Forward[Step, Tensor]:
-    """The model's own blocks between folds, with a residual in float32.
-
-    norm: (weight, eps, whether it is the final one) -> how a residual is added to and normed.
-    """
-    seams = ranks.seams
-    embed = ranks.inbox.look_up(seams.embedding(model))
-
-    def start(step: Step) -> Stream[Tensor]:
-        return Stream(seams.start(embed(step.token_ids).float()))
-
-    blocks = model.blocks
-    ops = [
-        Op(seams.fold(norm(block.norm, block.eps, False), before), seams.body(block))
-        for before, block in zip([None, *blocks], blocks, strict=False)
-    ]
-    final = seams.fold(norm(model.final_norm, model.config.rms_norm_eps, True), blocks[-1])
-    return Forward(start, ops, final, seams.head(model), seams.end)
-
-
 def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:
     """An AddNorm without a norm."""
     if pending is not None:
@@ -135,3 +103,24 @@ def plain_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> AddNorm[Tensor
         return rms_norm(residual, weight, eps).to(dtype)
 
     return add_norm
+
+
+MakeNorm = Callable[[Tensor, float, torch.dtype], AddNorm[Tensor]]
+"""(weight, eps, dtype of the result) -> how a residual is added to and normed."""
+
+
+def plain(model: Model, ranks: RankContext[Seams] = SINGLE, norm: MakeNorm = plain_norm) -> Forward[Step, Tensor]:
+    """The model as its family's file says it, on any device, with a residual in float32."""
+    seams = ranks.seams
+    embed = ranks.inbox.look_up(seams.embedding(model))
+
+    def start(step: Step) -> Stream[Tensor]:
+        return Stream(seams.start(embed(step.token_ids).float()))
+
+    blocks, dtype = model.blocks, model.embedding.dtype
+    ops = [
+        Op(seams.fold(norm(block.norm, block.eps, dtype), before), seams.body(block))
+        for before, block in zip([None, *blocks], blocks, strict=False)
+    ]
+    final = seams.fold(norm(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype), blocks[-1])
+    return Forward(start, ops, final, seams.head(model), seams.end)

@@ -10,7 +10,7 @@ from engine.scheduled_step import ScheduledStep
 from kvstore.pool.block_pool import BlockPool
 from kvstore.types import HostSlot
 from tests.engine.fakes import expected_tokens
-from tests.engine.scheduling.engines import BLOCK, grouped, groups_of, run_all
+from tests.engine.scheduling.engines import BLOCK, grouped, groups_of, run_all, with_host_tier
 from tests.engine.scheduling.peer import PROMPT, finish, make_peer
 
 
@@ -69,17 +69,30 @@ def test_a_step_may_read_what_a_window_leaves_behind() -> None:
     assert not kv.is_used([passed], ScheduledStep())
 
 
-def test_blocks_of_a_lease_and_of_copies_are_used_until_the_steps_have_ended() -> None:
+def test_blocks_of_a_lease_are_used_until_the_steps_have_ended() -> None:
     kv = KVManager(BlockPool(8), BLOCK, "test")
-    leased, copied, other = kv.pool.allocate(3)
-    kv.launched(ScheduledStep(copies_in=[(HostSlot(0), copied)]))
+    leased, other = kv.pool.allocate(2)
+    kv.launched(ScheduledStep())
     kv.launched(ScheduledStep())
     kv.give_back([leased])
-    used = [kv.is_used([block], ScheduledStep()) for block in (leased, copied, other)]
-    assert used == [True, True, False]
+    assert [kv.is_used([block], ScheduledStep()) for block in (leased, other)] == [True, False]
     kv.ended()
-    assert [kv.is_used([block], ScheduledStep()) for block in (leased, copied)] == [True, False]
+    assert kv.is_used([leased], ScheduledStep())
     kv.ended()
     assert not kv.is_used([leased], ScheduledStep())
-    kv.give_back([copied])
-    assert not kv.is_used([copied], ScheduledStep())
+    kv.give_back([other])
+    assert not kv.is_used([other], ScheduledStep())
+
+
+@pytest.mark.wing("kvstore.tier")
+def test_blocks_of_copies_are_used_until_their_step_has_ended() -> None:
+    kv = with_host_tier(4, BlockPool(8), groups_of((), 16), by_swap=False)
+    copied, evicted, other = kv.pool.allocate(3)
+    kv.launched(ScheduledStep(copies_in=[(HostSlot(0), copied)]))
+    step = ScheduledStep(copies_out=[(evicted, HostSlot(1))])  # of the step that comes
+    assert [kv.is_used([block], step) for block in (copied, evicted, other)] == [True, True, False]
+    kv.launched(step)
+    kv.ended()
+    assert [kv.is_used([block], ScheduledStep()) for block in (copied, evicted)] == [False, True]
+    kv.ended()
+    assert not kv.is_used([evicted], ScheduledStep())
