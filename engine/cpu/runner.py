@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from common.wings import call_wing
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch, build_batch
@@ -57,7 +58,11 @@ class CpuRunner(ModelRunner):
         dtype = kv_dtype(config, loaded.dtype)
         layout = kv_layout(loaded.config, dtype)
         geometry = PoolGeometry(layout, 1, config.block_size, loaded.fingerprint, loaded.shard)
-        assert (kv_pool.shape[1:], kv_pool.dtype) == (geometry.block_shape, dtype), "the pool is another model's"
+        if (kv_pool.shape[1:], kv_pool.dtype) != (geometry.block_shape, dtype):
+            raise ConfigError(
+                f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
+                f"the model needs {list(geometry.block_shape)} {dtype}"
+            )
         self._model = loaded.model
         self._forwards = self._lower(loaded, config, ranks)
         self._device = loaded.device

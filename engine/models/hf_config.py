@@ -96,7 +96,9 @@ def rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
 
 def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What a config has of the windows of its layers, if any has one."""
-    if raw.get("sliding_window") is None or not raw.get("use_sliding_window", True):
+    kinds = raw.get("layer_types")
+    is_used = raw.get("use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    if raw.get("sliding_window") is None or not is_used:
         return {}
     require_wing("engine.windows", "a model with sliding windows")
     from engine.windows.hf_fields import windows_from_hf

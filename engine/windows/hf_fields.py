@@ -9,11 +9,9 @@ from common.errors import UnsupportedModelError
 
 
 def windows_from_hf(raw: Mapping[str, Any], is_causal: bool) -> dict[str, Any]:
-    """Fields of `ModelConfig`: none when no layer uses the window that the config names."""
-    kinds = raw.get("layer_types")
-    if kinds is not None and "sliding_attention" not in kinds:
-        return {}
-    unknown = set(kinds or ()) - {"full_attention", "sliding_attention"}
+    """Fields of `ModelConfig`, of a model some of whose layers use the window that the config names."""
+    kinds = raw.get("layer_types") or ()
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(f"layer_types of {', '.join(sorted(map(str, unknown)))} are not supported")
     window = int(raw["sliding_window"])
@@ -21,5 +19,5 @@ def windows_from_hf(raw: Mapping[str, Any], is_causal: bool) -> dict[str, Any]:
         window = window // 2 + 1
     else:
         window += not is_causal
-    full = tuple(layer for layer, kind in enumerate(kinds or ()) if kind == "full_attention")
+    full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
     return {"sliding_window": window, "full_layers": full}

@@ -15,6 +15,7 @@ from common.model_files import resolve_model
 from common.wings import has_wing
 from engine.assembly import assemble, size_pool
 from engine.config import EngineConfig, GpuConfig
+from engine.kv.memory import PoolMemory
 from engine.loader.random_weights import DRY_RUN_CONFIG
 from engine.models.families import family_of
 from engine.ranks import Ranks
@@ -30,14 +31,18 @@ pytestmark = pytest.mark.skipif(has_wing("engine.tensor_parallel"), reason="this
         ({"tp": 2}, "--tp", "engine.tensor_parallel"),
         ({"pp": 2}, "--pp", "engine.tensor_parallel"),
         ({"quant_mode": "int8-weight"}, "--quant-mode int8-weight", "engine.quantization"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8", "engine.eight_bit_kv"),
-        ({"host_tier_gb": 1.0}, "--host-tier-gb", "kvstore.tier"),
-        ({"scheduling_policy": "my:Policy"}, "--scheduling-policy my:Policy", "engine.custom_policies"),
     ],
 )
 def test_flags_of_wings_are_refused(settings: dict[str, Any], asked_by: str, wing: str) -> None:
     with pytest.raises(ConfigError, match=f"^{asked_by} needs {wing}, which this installation lacks$"):
         assemble(EngineConfig("dry-run", **settings))
+
+
+def test_a_node_agent_is_refused() -> None:
+    memory = PoolMemory()
+    memory.agent_socket = "agent.sock"
+    with pytest.raises(ConfigError, match=r"^--agent-socket needs kvstore\.tier, which this installation lacks$"):
+        assemble(EngineConfig("dry-run"), memory)
 
 
 def test_a_gpu_is_refused_whose_pool_has_no_size() -> None:

@@ -142,6 +142,7 @@ def test_unsupported_models_say_what_is_known(model_dir: Path) -> None:
         open_model(directory(model_dir))
 
 
+@pytest.mark.wing("engine.dummy_weights")
 def test_dummy_weights_need_only_the_config(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     first, _ = open_model(directory(model_dir), load_format="dummy")

@@ -92,13 +92,20 @@ def test_context_length() -> None:
 
 def test_windows_that_are_switched_off_do_not_count() -> None:
     raw = {**OLD_STYLE, "sliding_window": 128}
-    assert config_from_hf(raw).sliding_window == 128
     assert config_from_hf({**raw, "layer_types": ["full_attention"] * 2}).sliding_window is None
+    assert config_from_hf({**raw, "use_sliding_window": False}).sliding_window is None
+
+
+@pytest.mark.wing("engine.windows")
+def test_windows_are_read() -> None:
+    raw = {**OLD_STYLE, "sliding_window": 128}
+    assert config_from_hf(raw).sliding_window == 128
     with pytest.raises(UnsupportedModelError, match="chunked_attention"):
         config_from_hf({**raw, "layer_types": ["chunked_attention", "sliding_attention"]})
 
 
 @pytest.mark.wing("engine.qwen")
+@pytest.mark.wing("engine.windows")
 def test_windows_that_qwen_switches_off_do_not_count() -> None:
     raw = {**OLD_STYLE, "sliding_window": 128}
     for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
