@@ -31,7 +31,6 @@ GROUPS: tuple[tuple[str, type[Any]], ...] = (
 SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
     WorkerConfig: ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port"),
     RouterConfig: ("prefill", "decode", "model", "models", "cluster_token", "metrics_port", "drain_grace_seconds"),
-    EngineConfig: ("host_tier_gb",),
 }
 HAS_GPUS = has_wing("cli.gpus")
 if HAS_GPUS:
@@ -42,7 +41,7 @@ if HAS_AGENT:
     from kvstore.tier.settings import AgentConfig
 
     GROUPS = (("node agent", AgentConfig), *GROUPS)
-    SET_BY_CLUSTER[AgentConfig] = OWN_FIELDS
+    SET_BY_CLUSTER |= {AgentConfig: OWN_FIELDS, EngineConfig: ("host_tier_gb",)}
 
 
 def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:

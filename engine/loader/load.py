@@ -31,7 +31,6 @@ from engine.wings import Constraints, OnProgress, no_progress
 from kvstore.layout import WHOLE, Shard
 
 logger = logging.getLogger(__name__)
-CONFIG_OF_RANK = "engine.tensor_parallel.rank_config:config_of_rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +87,7 @@ def load_model(
     with torch.inference_mode():
         source = open_source(files, engine_config, dtype, device)
         if stage is not None:
-            from engine.pipeline_parallel.staged import divide_layers, shard_of
-
-            shard = shard_of(shard, divide_layers(source.config, stage.count)[stage.index])
+            shard = call_wing("engine.pipeline_parallel.staged:shard_of_stage", source.config, shard, stage)
         model, quant_mode, held = _build(source, engine_config, shard, dtype, device, on_progress)
     identity = {
         "config": _as_cached(source.config),
@@ -167,45 +164,18 @@ def _build(
     conversion = source.conversion(engine_config, shard, dtype, device)
     check_kernels(source.config, device)
     skeleton = source.checked_skeleton()
-    kept = frozenset[str]() if conversion is None else conversion.keep(skeleton)
-    config = source.config
-    make: Callable[..., ModelWeights] = ModelWeights
-    if shard.size > 1:
-        from engine.tensor_parallel.weights import RankWeights
+    if conversion is not None or shard != WHOLE:
+        from engine.loader.partial import build_part
 
-        make = partial(RankWeights, shard, source.shapes_of(config))
-        config = call_wing(CONFIG_OF_RANK, config, engine_config, shard)
-    layers = range(*(shard.layers or (0, config.num_layers)))
-    needed = source.shapes_of(config, kept)
-    if shard.layers is not None:
-        from engine.pipeline_parallel.staged import blocks_of, stage_weights
-
-        needed = stage_weights(config, needed, layers)
-    weights = make(source.weights, needed, kept=kept, on_progress=on_progress, dtype=dtype, device=device)
-    if conversion is not None:
-        conversion.start(weights.parts, weights.count)
+        return build_part(source, skeleton, conversion, engine_config, shard, dtype, device, on_progress)
 
     def finish(block: Block) -> None:
-        if block.norm.is_meta:  # of another stage
-            return
-        if conversion is None or conversion.leaves_attention_plain:
-            call_wing("engine.eight_bit_kv.scales:fold_if_asked", engine_config, block.inner)
-        if conversion is not None:
-            conversion.convert(block)
+        call_wing("engine.eight_bit_kv.scales:fold_if_asked", engine_config, block.inner)
 
-    model = source.family.build(config, weights, finish)
-    if shard.layers is not None:
-        model.blocks = blocks_of(model.blocks, layers)
-        model.config = replace(config, num_layers=len(layers))
-    has_head = layers.stop == config.num_layers
-    if conversion is None:
-        if has_head:
-            call_wing("engine.cpu_gemms.gemms:give_float32_logits", model)
-        return model, "none", {}
-    if has_head:
-        conversion.finish(model)
-    conversion.end()
-    return model, conversion.quant_mode, conversion.identity
+    weights = ModelWeights(source.weights, source.family.skeleton(source.config)[1], on_progress)
+    model = source.family.build(source.config, weights, finish)
+    call_wing("engine.cpu_gemms.gemms:give_float32_logits", model)
+    return model, "none", {}
 
 
 def fingerprint(parts: dict[str, Any], files: Iterable[Path]) -> str:

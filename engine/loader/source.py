@@ -14,7 +14,7 @@ from common.model_files import ModelFiles
 from common.wings import call_wing, require_wing
 from engine.config import EngineConfig
 from engine.layers.weights import WeightSource
-from engine.loader.checkpoint import Check, Shape, check_weights
+from engine.loader.checkpoint import Check, check_weights
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig
@@ -64,17 +64,6 @@ class Source:
         if chosen is None:
             chosen = call_wing("engine.quantization.conversion:choose_conversion", *asked, shard)
         return chosen
-
-    def shapes_of(self, config: ModelConfig, kept: frozenset[str] = frozenset()) -> dict[str, Shape]:
-        """Shapes of all weights that a model of `config` takes.
-
-        kept: those that it takes if it has a layer of them.
-        """
-        skeleton, shapes = self.family.skeleton(config)
-        if not kept:
-            return shapes
-        held = {name for ref in skeleton.linears() for name in ref.layer.names}
-        return {name: shape for name, shape in shapes.items() if name not in kept or name in held}
 
 
 def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Source:

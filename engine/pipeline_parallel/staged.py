@@ -8,9 +8,11 @@ from dataclasses import replace
 from itertools import accumulate
 
 from common.errors import ConfigError
+from engine.config import Stage
 from engine.layers.attention import AttentionBlock
 from engine.layers.block import Block
-from engine.loader.checkpoint import Shape, layer_of
+from engine.loader.checkpoint import Shape
+from engine.loader.partial_weights import layer_of
 from engine.models.config import PLAIN_BITS, ModelConfig
 from engine.models.families import family_of
 from kvstore.layout import Shard
@@ -52,6 +54,11 @@ def _divide(sizes: Sequence[int], head: int, count: int) -> list[range]:
         found.append(range(start[stop], stop))
         stop = start[stop]
     return found[::-1]
+
+
+def shard_of_stage(config: ModelConfig, shard: Shard, stage: Stage) -> Shard:
+    """The rank's part of that stage of a model of `config`. Raises ConfigError."""
+    return shard_of(shard, divide_layers(config, stage.count)[stage.index])
 
 
 def shard_of(shard: Shard, layers: range) -> Shard:

@@ -10,20 +10,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.weights import Part, Partition, PartSource
-from engine.loader.checkpoint import ModelWeights, Shape
+from engine.loader.checkpoint import Shape
+from engine.loader.partial_weights import PartialWeights
 from kvstore.layout import Shard
 
 
-class RankWeights(ModelWeights):
+class RankWeights(PartialWeights):
     """Takes whole weights in the same order on all ranks, and keeps this one's part."""
 
     def __init__(self, shard: Shard, whole: Mapping[str, Shape], *args: Any, **options: Any) -> None:
-        """whole: shapes of whole weights. args, options: of ModelWeights."""
+        """whole: shapes of whole weights. args, options: of PartialWeights."""
         super().__init__(*args, **options)
         self._shard, self._whole = shard, whole
 
     def take(self, name: str, shape: Shape, partition: Partition = Partition.NONE) -> Tensor:
-        """See ModelWeights."""
+        """See PartialWeights."""
         is_on_sum = partition is Partition.ROWS and len(shape) == 1  # a bias, on the sum over ranks
         is_once = partition is Partition.ONCE or is_on_sum
         if partition is not Partition.NONE and not is_once:

@@ -21,8 +21,9 @@ from engine.dummy_weights.weights import is_asked
 from engine.layers.block import Block
 from engine.layers.linear import Linear
 from engine.layers.weights import Part, PartSource
-from engine.loader.checkpoint import ModelWeights, Shape
+from engine.loader.checkpoint import Shape
 from engine.loader.load import LoadedModel
+from engine.loader.partial_weights import PartialWeights
 from engine.loader.random_weights import RandomWeights
 from engine.loader.safetensors import read_header, weight_files
 from engine.loader.source import Source, open_source
@@ -149,7 +150,7 @@ def _read(
         source.check(stored, tied=config.tie_word_embeddings, unused=config.unused_weights)
     conversion = source.conversion(engine_config, WHOLE, loaded.dtype, loaded.device)
     kept = frozenset[str]() if conversion is None else conversion.keep(skeleton)
-    taken = ModelWeights(weights, needed, kept=kept, dtype=loaded.dtype, device=loaded.device)
+    taken = PartialWeights(weights, needed, kept=kept, dtype=loaded.dtype, device=loaded.device)
     if conversion is not None:
         conversion.start(taken.parts, taken.count)
 

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.layers.weights import PartSource
 from engine.loader.checkpoint import ModelWeights
 from engine.loader.load import fingerprint, load_model
+from engine.loader.partial_weights import PartialWeights
 from kvstore.layout import WHOLE, Shard
 from tests.engine.driving import Driver, directory, make_runner, open_model
 from tests.engine.tiny_models import TINY_MODELS
@@ -95,7 +96,7 @@ def test_parts_are_of_the_numbers_and_what_comes_later_counts_when_it_is_read(mo
     monkeypatch.setattr("engine.loader.checkpoint.INTERVAL_SECONDS", 0.0)
     told = []
     shapes = {"a": (2, 3), "b": (3,), "c": (1,)}
-    weights = ModelWeights(Weights(), shapes, kept={"b"}, on_progress=lambda *args: told.append(args))
+    weights = PartialWeights(Weights(), shapes, kept={"b"}, on_progress=lambda *args: told.append(args))
     for name, shape in (("a", (2, 3)), ("b", (3,)), ("c", (1,))):
         weights.take(name, shape)
     weights.count("b")
