@@ -163,7 +163,7 @@ def _build(
     """
     conversion = source.conversion(engine_config, shard, dtype, device)
     check_kernels(source.config, device)
-    skeleton = source.checked_skeleton()
+    skeleton, needed = source.checked_skeleton()
     if conversion is not None or shard != WHOLE:
         from engine.loader.partial import build_part
 
@@ -172,8 +172,7 @@ def _build(
     def finish(block: Block) -> None:
         call_wing("engine.eight_bit_kv.scales:fold_if_asked", engine_config, block.inner)
 
-    weights = ModelWeights(source.weights, source.family.skeleton(source.config)[1], on_progress)
-    model = source.family.build(source.config, weights, finish)
+    model = source.family.build(source.config, ModelWeights(source.weights, needed, on_progress), finish)
     call_wing("engine.cpu_gemms.gemms:give_float32_logits", model)
     return model, "none", {}
 

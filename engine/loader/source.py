@@ -14,7 +14,7 @@ from common.model_files import ModelFiles
 from common.wings import call_wing, require_wing
 from engine.config import EngineConfig
 from engine.layers.weights import WeightSource
-from engine.loader.checkpoint import Check, check_weights
+from engine.loader.checkpoint import Check, Shape, check_weights
 from engine.loader.random_weights import DRY_RUN_CONFIG, DRY_RUN_STD, SEED, RandomWeights
 from engine.loader.safetensors import SafetensorsWeights
 from engine.models.config import ModelConfig
@@ -42,13 +42,16 @@ class Source:
     identity: dict[str, Any]
     files: list[Path]
 
-    def checked_skeleton(self) -> Model:
-        """The model without storage; names and shapes are compared before weights are read. Raises ConfigError."""
+    def checked_skeleton(self) -> tuple[Model, dict[str, Shape]]:
+        """The model without storage, and the weights that it needs, compared with those that there are.
+
+        Raises ConfigError.
+        """
         skeleton, needed = self.family.skeleton(self.config)
         tied, unused = self.config.tie_word_embeddings, self.config.unused_weights
         if self.check is not None:
             self.check(needed, tied=tied, unused=unused)
-        return skeleton
+        return skeleton, needed
 
     def conversion(
         self, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device

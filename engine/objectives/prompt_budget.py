@@ -48,13 +48,22 @@ class PromptBudget:
         self._ratios.clear()
         return {"mini_infer_step_seconds_over_predicted": ratios}
 
-    def num_to_withhold(self, decodes: Sequence[Request], prompts: Sequence[Request], room: int) -> int:
-        """Tokens that prompts must leave unused of the `room` beside these decode rows. prompts: in their order."""
+    def num_to_withhold(
+        self, decodes: Sequence[Request], prefills: Sequence[Request], waiting: Sequence[Request], num_tokens: int
+    ) -> int:
+        """Tokens that prompts must leave unused of the step's `num_tokens` for the sake of these decode rows.
+
+        prefills: prompts that have begun, in their order. waiting: those that may follow, if no peer has their KV.
+        """
+        room = num_tokens - len(decodes)
+        if not (prefills or waiting):
+            return 0
         streams = [r for r in decodes if r.output_token_ids or r.num_pending_tokens]  # the rest are prompts
         if not streams or room <= 0:
             return 0
-        waiting = [WaitingPrompt(r.num_uncomputed_tokens, r.num_computed_tokens) for r in prompts]
-        return room - self.num_tokens(len(streams), sum(r.num_tokens for r in streams), waiting, room)
+        prompts = [*prefills, *(r for r in waiting if r.kv_source is None)]
+        views = [WaitingPrompt(r.num_uncomputed_tokens, r.num_computed_tokens) for r in prompts]
+        return room - self.num_tokens(len(streams), sum(r.num_tokens for r in streams), views, room)
 
     def num_tokens(self, num_decode_rows: int, context: int, prompts: Sequence[WaitingPrompt], most: int) -> int:
         """Prompt tokens in a step of so many decode rows, at most `most`.

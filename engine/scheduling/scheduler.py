@@ -119,7 +119,9 @@ class Scheduler:
             self._queues.rank_anew(self._order.rank)
         step = ScheduledStep()
         decodes, prefills = self._running()
-        budget = self._max_num_batched_tokens - self._num_to_withhold(decodes, prefills)
+        budget = self._max_num_batched_tokens
+        if self.prompt_budget is not None:  # prompts leave room for the sake of the step's decode rows
+            budget -= self.prompt_budget.num_to_withhold(decodes, prefills, self._queues.waiting, budget)
         preempted = self._schedule_running(step, decodes, prefills, budget)
         if not preempted and (self._queues.waiting or self._queues.swapped):
             self._admission.admit(step, max(budget - step.num_tokens, 0))
@@ -214,14 +216,6 @@ class Scheduler:
         """
         share = -(-len(decodes) // self.num_stages)
         return [request for request in decodes if not request.num_pending_tokens][:share]
-
-    def _num_to_withhold(self, decodes: list[Request], prefills: list[Request]) -> int:
-        """Tokens of the step that prompts must leave unused for the sake of its decode rows."""
-        if self.prompt_budget is None or not (prefills or self._queues.waiting):
-            return 0
-        waiting = (request for request in self._queues.waiting if request.kv_source is None)
-        room = self._max_num_batched_tokens - len(decodes)
-        return self.prompt_budget.num_to_withhold(decodes, [*prefills, *waiting], room)
 
     def _schedule_running(
         self, step: ScheduledStep, decodes: list[Request], prefills: list[Request], budget: int
