@@ -23,6 +23,7 @@ from engine.engine import Engine
 from engine.kv.manager import KVManager
 from engine.kv.memory import DTYPE_NAMES, PoolMemory, context_in_pool, make_kv_manager, pool_geometry
 from engine.ranks import RankContext, Ranks
+from engine.request import Request
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.scheduler import Scheduler
 from engine.wings import Adapters, OnProgress, Prepare, no_progress
@@ -139,7 +140,7 @@ def _assemble(
         speculation=speculation,
         prompt_budget=prompt_budget,
         num_stages=ranks.num_stages,
-        max_replay_tokens=call_wing("engine.cpu_forms.forms:max_replay_tokens", config, device) or 0,
+        row_tokens=call_wing("engine.cpu_forms.forms:row_tokens", config, device) or Request.num_row_tokens,
         cuts_prompts=model_config.is_causal,
     )
     asked_of = loaded.vector_modules, loaded.constraints, adapters

@@ -205,15 +205,9 @@ class Request:
         known = len(self.prompt_token_ids) + len(self.output_token_ids)
         return known + self.num_pending_tokens - self.num_computed_tokens
 
-    def num_row_tokens(self, budget: int, max_replay_tokens: int) -> int:
-        """Return how many uncomputed tokens the request's row in the next step takes.
-
-        max_replay_tokens: length of rows that replay generated tokens, after a preemption or on another worker; such
-        rows hold no prompt tokens. 0: generated tokens are recomputed as a part of the prompt.
-        """
-        num_new = min(self.num_uncomputed_tokens, budget)
-        num_prompt = len(self.prompt_token_ids) - self.num_computed_tokens
-        return min(num_new, num_prompt if num_prompt > 0 else max_replay_tokens) if max_replay_tokens else num_new
+    def num_row_tokens(self, budget: int) -> int:
+        """How many uncomputed tokens the request's row in the next step takes, unless a wing has another rule."""
+        return min(self.num_uncomputed_tokens, budget)
 
     @property
     def is_held(self) -> bool:

@@ -27,6 +27,7 @@ from engine.loader.load import LoadedModel
 from engine.models.model import Model
 from engine.plan import ScheduledRow
 from engine.ranks import SINGLE, RankContext, Seams
+from engine.request import Request
 from engine.request_states import RequestState
 from kernels.cpu_features import has_bfloat16_gemms
 
@@ -90,9 +91,16 @@ def forms_by_rows(loaded: LoadedModel, config: EngineConfig, ranks: RankContext[
     return FormsByRows(loaded.model, ranks, config.of(FormSettings).batch_invariant)
 
 
-def max_replay_tokens(config: EngineConfig, device: torch.device) -> int:
-    """See `Request.num_row_tokens`. Batch-invariant generated tokens are computed again as decode rows."""
-    return MAX_REPLAY_TOKENS if config.of(FormSettings).batch_invariant and device.type == "cpu" else 0
+def row_tokens(config: EngineConfig, device: torch.device) -> Callable[[Request, int], int] | None:
+    """How rows are cut where answers are batch-invariant: generated tokens are computed again as decode rows."""
+    return replayed_apart if config.of(FormSettings).batch_invariant and device.type == "cpu" else None
+
+
+def replayed_apart(request: Request, budget: int) -> int:
+    """Rows that replay generated tokens, as after a preemption, are short and have no prompt tokens."""
+    num_new = min(request.num_uncomputed_tokens, budget)
+    num_prompt = len(request.prompt_token_ids) - request.num_computed_tokens
+    return min(num_new, num_prompt if num_prompt > 0 else MAX_REPLAY_TOKENS)
 
 
 def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> CpuForward:

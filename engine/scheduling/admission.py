@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
 from engine.scheduled_step import ScheduledStep
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
+
+RowTokens = Callable[[Request, int], int]
+"""(request, budget) -> the tokens of its row in the next step."""
 
 
 class Admission:
@@ -20,7 +25,7 @@ class Admission:
         order: ServiceOrder,
         remote_kv: RemoteKv,
         max_num_seqs: int,
-        max_replay_tokens: int,
+        row_tokens: RowTokens,
         cuts_prompts: bool,
     ) -> None:
         """cuts_prompts: whether a prompt may be computed in several steps; else one starts where it fits whole."""
@@ -30,7 +35,7 @@ class Admission:
         self._order = order
         self._remote_kv = remote_kv
         self._max_num_seqs = max_num_seqs
-        self._max_replay_tokens = max_replay_tokens
+        self._row_tokens = row_tokens
         self._cuts_prompts = cuts_prompts
 
     def admit(self, step: ScheduledStep, budget: int) -> None:
@@ -121,7 +126,7 @@ class Admission:
         return self._run(request, step, budget)
 
     def _run(self, request: Request, step: ScheduledStep, budget: int) -> int:
-        num_new = 0 if request.is_held else request.num_row_tokens(budget, self._max_replay_tokens)
+        num_new = 0 if request.is_held else self._row_tokens(request, budget)
         grown = self._kv.grow(request, request.num_computed_tokens + num_new)
         assert grown, "_make_room has checked the room"
         self._queues.move(request, RequestStatus.RUNNING)

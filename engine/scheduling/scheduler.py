@@ -18,7 +18,7 @@ from engine.kv.manager import KVManager
 from engine.plan import StepResult
 from engine.request import FinishReason, Request, RequestId, RequestOutput, RequestStatus, SchedulerLoad
 from engine.scheduled_step import PromptChunk, ScheduledStep, StepOutcome
-from engine.scheduling.admission import Admission
+from engine.scheduling.admission import Admission, RowTokens
 from engine.scheduling.order import ServiceOrder
 from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
@@ -43,13 +43,13 @@ class Scheduler:
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
         num_stages: int = 1,
-        max_replay_tokens: int = 0,
+        row_tokens: RowTokens = Request.num_row_tokens,
         cuts_prompts: bool = True,
     ) -> None:
         """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided. order:
-        None: by priority. max_replay_tokens: see `Request.num_row_tokens`. cuts_prompts: see `Admission`."""
+        None: by priority. row_tokens: see `Request.num_row_tokens`. cuts_prompts: see `Admission`."""
         self.kv = kv
-        self._max_replay_tokens = max_replay_tokens
+        self._row_tokens = row_tokens
         self.num_stages = num_stages
         self.prompt_budget = prompt_budget
         self.speculation = speculation
@@ -62,7 +62,7 @@ class Scheduler:
             "engine.progressive_pulls.remote_kv:ProgressiveRemoteKv", self._queues, kv
         )
         self.remote_kv = progressive or RemoteKv(self._queues, kv)
-        own = self._queues, kv, self._order, self.remote_kv, max_num_seqs, max_replay_tokens, cuts_prompts
+        own = self._queues, kv, self._order, self.remote_kv, max_num_seqs, row_tokens, cuts_prompts
         displacing: Admission | None = call_wing(
             "engine.priorities.displacement:Displacement", self.max_model_len, *own
         )
@@ -228,7 +228,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # gave way to an earlier one of this loop
             is_decode = number < num_decodes
-            num_new = 1 if is_decode else request.num_row_tokens(budget, self._max_replay_tokens)
+            num_new = 1 if is_decode else self._row_tokens(request, budget)
             while not self.kv.grow(request, request.num_computed_tokens + num_new):
                 victim = self._queues.running[-1]
                 budget += self._admission.preempt(victim, step)
