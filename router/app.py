@@ -18,7 +18,7 @@ from common.metrics import CONTENT_TYPE
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.wings import call_wing
 from router.config import ROLES
-from router.features import CHAT_BODY, COMPLETION_BODY
+from router.features import CHAT_BODY
 from router.gateway import Gateway
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
 from router.http.routes import Application, HoldBody, Routes, json_response
@@ -28,6 +28,7 @@ from router.workers.worker_link import WorkerLink
 logger = logging.getLogger(__name__)
 # What adds the routes of each wing that has some; the last one describes those before it.
 ROUTES_OF_WINGS = (
+    "router.completions_api.routes:add_completion_route",
     "router.cluster_state.routes:add_cluster_route",
     "router.tokenize.routes:add_tokenize_routes",
     "router.messages_api.routes:add_message_routes",
@@ -114,7 +115,6 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
         return json_response(card(gateway.model(request.path_params["name"])))
 
     routes.add("POST", "/v1/chat/completions", gateway.chat_completions, "the answer to a conversation", CHAT_BODY)
-    routes.add("POST", "/v1/completions", gateway.completions, "the continuation of a text", COMPLETION_BODY)
     routes.add("GET", "/v1/models", models, "the models that are served")
     routes.add("GET", "/v1/models/{name:path}", model, "one of them, or 404")
 

@@ -13,7 +13,7 @@ from protos import types_pb2 as pb
 from router.api.chat_renderer import ChatRenderer
 from router.api.render import RenderOptions
 from router.api.sampling import sampling_params
-from router.api.schemas import Body, ChatCompletionBody, CompletionBody
+from router.api.schemas import Body, ChatCompletionBody, GenerationBody
 from router.api.text import ChoiceText, TextRules
 from router.config import RouterConfig
 from router.workers.model_workers import ModelLimits
@@ -27,18 +27,16 @@ COMMON_FIELDS = (
 CHAT_FIELDS = "router.tools.tools:ToolFields", "router.reasoning.reasoning_part:ReasoningFields"
 
 
-def _with(body: type[B], *fields: str) -> type[B]:
+def with_fields(body: type[B], *fields: str) -> type[B]:
+    """`body` with the fields of those wings that are here."""
     bases = (body, *filter(None, map(from_wing, fields)))
     return cast("type[B]", create_model(body.__name__, __base__=bases, __doc__=body.__doc__))
 
 
-CHAT_BODY = _with(ChatCompletionBody, *CHAT_FIELDS, *COMMON_FIELDS)
-COMPLETION_BODY = _with(CompletionBody, *COMMON_FIELDS)
+CHAT_BODY = with_fields(ChatCompletionBody, *CHAT_FIELDS, *COMMON_FIELDS)
 
 
-def truncated(
-    body: ChatCompletionBody | CompletionBody, limits: ModelLimits, prompts: list[list[int]]
-) -> list[list[int]]:
+def truncated(body: GenerationBody, limits: ModelLimits, prompts: list[list[int]]) -> list[list[int]]:
     """The prompts of a request, cut to the length that it asks for; the list itself where it does not ask."""
     cut: list[list[int]] | None = call_wing("router.truncation.truncation:truncated_prompts", body, limits, prompts)
     return prompts if cut is None else cut
@@ -52,7 +50,7 @@ class Features:
     @classmethod
     async def of(
         cls,
-        body: ChatCompletionBody | CompletionBody,
+        body: GenerationBody,
         num_choices: int,
         tokenizer: Tokenizer,
         config: RouterConfig,
@@ -67,7 +65,7 @@ class Features:
 
     def sampling(
         self,
-        body: ChatCompletionBody | CompletionBody,
+        body: GenerationBody,
         tokenizer: Tokenizer,
         limits: ModelLimits,
         prompt_token_ids: list[int],

@@ -18,15 +18,14 @@ from starlette.responses import Response
 from common.text.tokenizer import Tokenizer
 from common.wings import call_wing, from_wing
 from protos import types_pb2 as pb
-from router.api.completion_renderer import CompletionRenderer
-from router.api.prompts import chat_prompt, completion_prompts
+from router.api.prompts import chat_prompt
 from router.api.render import Renderer, RenderOptions
 from router.api.sampling import for_choice
-from router.api.schemas import ChatCompletionBody, CompletionBody, GenerationBody
+from router.api.schemas import ChatCompletionBody, GenerationBody
 from router.api.text import TextRules
 from router.choice import Choice
 from router.config import HttpConfig, RouterConfig
-from router.features import CHAT_BODY, COMPLETION_BODY, Features, truncated
+from router.features import CHAT_BODY, Features, truncated
 from router.http.answer import GenerationResponse
 from router.http.body import parse_body, read_json_object
 from router.http.errors import FIELD_NAMES, REQUEST_ID, ModelNotFoundError
@@ -105,17 +104,16 @@ class Gateway:
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
         n = body.n or 1
-        features = await self._features(http, model, body, n)
+        features = await self.features(http, model, body, n)
         token_ids = await self.prompt_ids(model, body, features)
         prompts = truncated(body, model.limits(), [token_ids])
-        request = self._request(http, model, body, features, prompts, n, arrival)
+        request = self.request(http, model, body, features, prompts, n, arrival)
         shown = prompts if body.return_prompt_text else ()
-        options = self._options(request, model, body, prompts, shown, bool(body.logprobs))
+        options = self.options(request, model, body, prompts, shown, bool(body.logprobs))
         return self.respond(http, request, renderer_of(features, options, model.tokenizer), bool(body.stream))
 
-    async def _features(
-        self, http: Request, model: ServedModel, body: ChatCompletionBody | CompletionBody, num_choices: int
-    ) -> Features:
+    async def features(self, http: Request, model: ServedModel, body: GenerationBody, num_choices: int) -> Features:
+        """What a request asks for beyond the core's fields."""
         features = await FEATURES.of(body, num_choices, model.tokenizer, self.config, http.scope)
         http.scope.setdefault(FIELD_NAMES, []).insert(0, features.client_field)
         return features
@@ -135,37 +133,20 @@ class Gateway:
             features.tools,
         )
 
-    async def completions(self, http: Request) -> Response:
-        arrival = time.monotonic()
-        body = parse_body(COMPLETION_BODY, await read_json_object(http), http.scope)
-        model = self.model_for(http, body.model)
-        model.dispatcher.admit()
-        encoded = await completion_prompts(body, model.tokenizer, model.limits())
-        prompts = truncated(body, model.limits(), encoded)
-        n = body.n or 1
-        per_prompt = max(body.best_of or n, n)
-        features = await self._features(http, model, body, len(prompts) * per_prompt)
-        request = self._request(http, model, body, features, prompts, per_prompt, arrival)
-        shown = () if not body.echo else body.prompts if prompts is encoded else prompts  # cut ones as they are
-        options = self._options(request, model, body, prompts, shown, body.logprobs is not None)
-        renderer = CompletionRenderer(options, model.tokenizer, n, per_prompt)
-        return self.respond(http, request, renderer, bool(body.stream))
-
-    def _request(
+    def request(
         self,
         http: Request,
         model: ServedModel,
-        body: ChatCompletionBody | CompletionBody,
+        body: GenerationBody,
         features: Features,
         prompts: Sequence[list[int]],
         per_prompt: int,
         arrival: float,
     ) -> GenerationRequest:
         """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
-        continues = isinstance(body, CompletionBody)  # the text continues the prompt
-        request_id = http.scope[REQUEST_ID] = ("cmpl-" if continues else "chatcmpl-") + uuid.uuid4().hex
+        request_id = http.scope[REQUEST_ID] = body.id_prefix + uuid.uuid4().hex
         rules = TextRules(
-            continues=continues,
+            continues=body.continues_prompt,
             skip_special=body.skip_special_tokens is not False,
             stops=tuple(body.stops),
             include_in_output=bool(body.include_stop_str_in_output),
@@ -196,7 +177,7 @@ class Gateway:
                 choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
         return GenerationRequest(request_id, choices, model.metrics)
 
-    def _options(
+    def options(
         self,
         request: GenerationRequest,
         model: ServedModel,
@@ -217,7 +198,6 @@ class Gateway:
             names_token_ids=bool(body.return_tokens_as_token_ids),
             include_usage=bool(stream and stream.include_usage),
             continuous_usage=bool(stream and stream.continuous_usage_stats),
-            echo=isinstance(body, CompletionBody) and bool(shown),
             prompt_texts=tuple(each if isinstance(each, str) else decode(each) for each in shown),
             prompt_token_ids=tuple(prompts),
         )

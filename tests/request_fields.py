@@ -15,8 +15,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from router.api.schemas import Body
+from router.completions_api.bodies import COMPLETION_BODY
 from router.embeddings_api.schemas import EmbeddingBody, RerankBody, ScoreBody
-from router.features import CHAT_BODY, COMPLETION_BODY
+from router.features import CHAT_BODY
 from router.foreign_fields.known_fields import harmless_values, is_ignored
 from router.responses_api.schemas import ResponsesBody
 

@@ -13,7 +13,7 @@ from common.wings import has_wing
 from protos import types_pb2 as pb
 from router.api.chat_renderer import ChatRenderer
 from router.api.render import RenderOptions
-from router.api.schemas import ChatCompletionBody, CompletionBody
+from router.api.schemas import ChatCompletionBody, GenerationBody
 from router.api.text import ChoiceText, TextRules
 from router.config import RouterConfig
 from router.features import Features
@@ -50,7 +50,7 @@ class AnswerFeatures(Features):
     @classmethod
     async def of(
         cls,
-        body: ChatCompletionBody | CompletionBody,
+        body: GenerationBody,
         num_choices: int,
         tokenizer: Tokenizer,
         config: RouterConfig,
@@ -91,7 +91,7 @@ class AnswerFeatures(Features):
 
     def sampling(
         self,
-        body: ChatCompletionBody | CompletionBody,
+        body: GenerationBody,
         tokenizer: Tokenizer,
         limits: ModelLimits,
         prompt_token_ids: list[int],

@@ -13,8 +13,7 @@ import orjson
 
 from common.errors import ContextLengthError, InvalidRequestError
 from common.text.tokenizer import Tokenizer
-from router.api.sampling import checked_ids
-from router.api.schemas import CompletionBody, Message
+from router.api.schemas import Message
 from router.workers.model_workers import ModelLimits
 
 INLINE_CHARS = 8_192  # about 2 ms; longer texts are encoded on a thread
@@ -46,20 +45,10 @@ async def chat_prompt(
     return token_ids
 
 
-async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
-    """Token ids of every prompt of the request. Texts may hold special tokens: the client owns all of it."""
-    return [
-        await text_prompt(item, tokenizer, limits, body.add_special_tokens is not False)
-        if isinstance(item, str)
-        else checked_ids(item, limits.vocab_size, "prompt")
-        for item in body.prompts
-    ]
-
-
 async def text_prompt(
     text: str, tokenizer: Tokenizer, limits: ModelLimits, add_special_tokens: bool = True, param: str = "prompt"
 ) -> list[int]:
-    """Token ids of one text. param: the client's field that has it."""
+    """Token ids of one text. It may hold special tokens: the client owns all of it. param: the field that has it."""
     _refuse_hopeless(len(text), limits, param)
     token_ids = await _maybe_on_thread(lambda: tokenizer.encode(text, add_special_tokens, True), len(text))
     if not token_ids:

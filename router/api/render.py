@@ -1,4 +1,4 @@
-"""Base of the renderers in `chat_renderer` and `completion_renderer`.
+"""Base of the renderers in `chat_renderer` and of other APIs.
 
 The chunk that almost every token takes is a prefix rendered once plus the JSON of its text; everything else is built
 as a dictionary. Knows nothing of HTTP, workers or how text came about.
@@ -32,9 +32,8 @@ class RenderOptions:
     names_token_ids: bool = False  # in log-probabilities, in place of tokens' texts
     include_usage: bool = False
     continuous_usage: bool = False
-    echo: bool = False
-    prompt_texts: tuple[str, ...] = ()  # for echo, and return_prompt_text
-    prompt_token_ids: tuple[list[int], ...] = ()  # for echo and return_token_ids
+    prompt_texts: tuple[str, ...] = ()  # that the client wants to see
+    prompt_token_ids: tuple[list[int], ...] = ()
 
 
 def event(value: Any) -> bytes:

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 
 from common.errors import ContextLengthError, InvalidRequestError
 from protos import types_pb2 as pb
-from router.api.schemas import ChatCompletionBody, CompletionBody
+from router.api.schemas import GenerationBody
 from router.workers.model_workers import ModelLimits
 
-DEFAULT_COMPLETION_TOKENS = 16
 SEED_MASK = (1 << 64) - 1
 
 
-def sampling_params(
-    body: ChatCompletionBody | CompletionBody, limits: ModelLimits, num_prompt_tokens: int
-) -> pb.SamplingParams:
+def sampling_params(body: GenerationBody, limits: ModelLimits, num_prompt_tokens: int) -> pb.SamplingParams:
     """Parameters of the first choice; `for_choice` derives the others."""
     max_tokens = _max_tokens(body, limits, num_prompt_tokens)
     params = pb.SamplingParams(
@@ -31,10 +28,11 @@ def sampling_params(
         stop_token_ids=checked_ids(body.stop_token_ids or [], limits.vocab_size, "stop_token_ids"),
         ignore_eos=bool(body.ignore_eos),
         num_speculative_tokens=body.num_speculative_tokens,
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
     )
     if params.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens {params.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
-    _set_logprobs(params, body)
     return params
 
 
@@ -49,11 +47,9 @@ def for_choice(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
     return derived
 
 
-def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, num_prompt_tokens: int) -> int:
-    asked, field = body.max_tokens, "max_tokens"
-    if isinstance(body, ChatCompletionBody) and body.max_completion_tokens is not None:
-        asked, field = body.max_completion_tokens, "max_completion_tokens"
-    param = "messages" if isinstance(body, ChatCompletionBody) else "prompt"
+def _max_tokens(body: GenerationBody, limits: ModelLimits, num_prompt_tokens: int) -> int:
+    asked, field = body.asked_tokens
+    param = body.prompt_field
     room = limits.max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(
@@ -63,8 +59,7 @@ def _max_tokens(body: ChatCompletionBody | CompletionBody, limits: ModelLimits, 
             param,
         )
     if asked is None:
-        default = room if isinstance(body, ChatCompletionBody) else DEFAULT_COMPLETION_TOKENS
-        return min(room, max(default, body.min_tokens or 0))
+        return min(room, max(body.default_tokens or room, body.min_tokens or 0))
     if asked > room:
         raise ContextLengthError(
             limits.max_model_len,
@@ -82,16 +77,3 @@ def checked_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[i
     if largest >= vocab_size:
         raise InvalidRequestError(f"{param}: token id {largest} is outside the vocabulary of {vocab_size}", param)
     return list(token_ids)
-
-
-def _set_logprobs(params: pb.SamplingParams, body: ChatCompletionBody | CompletionBody) -> None:
-    if isinstance(body, ChatCompletionBody):
-        if body.logprobs:
-            params.logprobs = body.top_logprobs or 0
-        return
-    if body.logprobs is not None:
-        params.logprobs = body.logprobs
-        if body.echo:
-            params.prompt_logprobs = body.logprobs
-    elif body.best_of is not None and body.best_of > (body.n or 1):
-        params.logprobs = 0  # the best choices are those with the highest mean

@@ -18,8 +18,7 @@ MAX_MESSAGES = 4096
 MAX_LIST = 128
 MAX_LABEL_CHARS = 512
 MAX_TEMPLATE_KWARGS = 16
-MAX_CHOICES = 128  # n, best_of, and n times the number of prompts
-MAX_PROMPTS = 128
+MAX_CHOICES = 128  # of a request
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
@@ -121,7 +120,12 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """Fields that chat completions and completions have in common."""
+    """Fields of all requests for text. `router/completions_api` has others of such requests than a chat's."""
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+    prompt_field: ClassVar[str] = "messages"
+    continues_prompt: ClassVar[bool] = False  # whether the answer's text goes on from the prompt's
+    default_tokens: ClassVar[int | None] = None  # of an answer; None: as many as there is room for
 
     model: Label | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -162,6 +166,21 @@ class GenerationBody(Body):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
+    @property
+    def asked_tokens(self) -> tuple[int | None, str]:
+        """The most tokens of an answer, and the field that says so."""
+        return self.max_tokens, "max_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to each token whose log-probabilities are told; None: not even the token's own."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return None
+
 
 class ChatCompletionBody(GenerationBody):
     """POST /v1/chat/completions"""
@@ -190,47 +209,17 @@ class ChatCompletionBody(GenerationBody):
         return self
 
     @property
+    def asked_tokens(self) -> tuple[int | None, str]:
+        asked = self.max_completion_tokens
+        return super().asked_tokens if asked is None else (asked, "max_completion_tokens")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template, among them what the client advises the model, which few templates read."""
         advice = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         given = {name: value for name, value in advice.items() if value is not None}
         return given | (self.chat_template_kwargs or {})
-
-
-class CompletionBody(GenerationBody):
-    """POST /v1/completions"""
-
-    prompt: Annotated[
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIdField], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[TokenIdField], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
-        ],
-        Field(description=f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} of either; none empty"),
-    ]
-    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> CompletionBody:
-        n = self.n or 1
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequestError("max_tokens must be at least 1, or 0 together with echo: true", "max_tokens")
-        if self.best_of is not None and self.best_of < n:
-            raise InvalidRequestError("best_of must not be smaller than n", "best_of")
-        if self.best_of is not None and self.best_of > n and self.stream:
-            raise InvalidRequestError("best_of cannot be streamed", "best_of")
-        if len(self.prompts) * (self.best_of or n) > MAX_CHOICES:
-            raise InvalidRequestError(f"prompts times choices must not exceed {MAX_CHOICES}", "n")
-        return self
-
-    @property
-    def prompts(self) -> Sequence[str | Sequence[int]]:
-        """All prompts of the request, each a text or token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt

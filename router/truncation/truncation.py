@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.sampling import DEFAULT_COMPLETION_TOKENS
-from router.api.schemas import Body, ChatCompletionBody, GenerationBody
+from router.api.schemas import Body, GenerationBody
 from router.workers.model_workers import ModelLimits
 
 TruncationSide = Literal["left", "right"]  # where others are cut off
@@ -49,7 +48,5 @@ def truncated_prompts(body: GenerationBody, limits: ModelLimits, prompts: list[l
 
 def most_prompt_tokens(body: GenerationBody, limits: ModelLimits) -> int:
     """How many tokens of a prompt leave room for the answer that is asked for, of one token if that is open."""
-    asked = body.max_tokens
-    if isinstance(body, ChatCompletionBody):
-        asked = body.max_completion_tokens or asked or 1
-    return limits.max_model_len - (DEFAULT_COMPLETION_TOKENS if asked is None else asked)
+    asked, _ = body.asked_tokens
+    return limits.max_model_len - (body.default_tokens or 1 if asked is None else asked)

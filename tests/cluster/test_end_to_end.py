@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ class OneEngine:
         self.tokenizer = load_tokenizer(resolve_model("dry-run"))
 
     def texts(self, prompts: list[str], params: SamplingParams) -> list[str]:
-        asked = [self.tokenizer.encode(prompt, add_special_tokens=True) for prompt in prompts]
+        asked = [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]
         requests = [self._engine.add_request(token_ids, params) for token_ids in asked]
         while self._engine.has_work():
             self._engine.step()
@@ -46,13 +47,13 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_equals_one_engine(cluster: Cluster, one_engine: OneEngine, prompt: str) -> None:
     expected = one_engine.texts([prompt], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
-    assert [cluster.complete(prompt, 24)] == expected
-    assert [cluster.complete(prompt, 24)] == expected  # now from the prefix caches
+    assert [cluster.answer(prompt, 24)] == expected
+    assert [cluster.answer(prompt, 24)] == expected  # now from the prefix caches
 
 
 def test_seeded_sampling_equals_one_engine(cluster: Cluster, one_engine: OneEngine) -> None:
     params = SamplingParams(max_tokens=24, temperature=1.2, top_p=0.9, top_k=50, seed=7, ignore_eos=True)
-    text = cluster.complete(PROMPTS[1], 24, temperature=1.2, top_p=0.9, top_k=50, seed=7)
+    text = cluster.answer(PROMPTS[1], 24, temperature=1.2, top_p=0.9, top_k=50, seed=7)
     assert [text] == one_engine.texts([PROMPTS[1]], params)
 
 
@@ -67,10 +68,12 @@ def test_kv_is_really_pulled_by_the_best_transport(cluster: Cluster) -> None:
 def test_many_at_once_equal_one_by_one(cluster: Cluster, one_engine: OneEngine) -> None:
     prompts = [f"request {i}: " + "lorem ipsum " * (i % 13) for i in range(32)]
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-    assert cluster.complete_all(prompts, 16) == one_engine.texts(prompts, params)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert [*pool.map(cluster.answer, prompts)] == one_engine.texts(prompts, params)
 
 
 @pytest.mark.wing("router.cluster_state")
+@pytest.mark.wing("router.completions_api")
 def test_a_client_that_leaves_frees_both_sides(cluster: Cluster) -> None:
     cluster.wait_quiet()  # as the tests before do
     for _ in range(5):  # on a busy machine this one may leave late

@@ -143,6 +143,15 @@ class Cluster:
     def complete(self, prompt: str | Sequence[int], max_tokens: int = 16, **fields: Any) -> str:
         return self.ask(prompt, max_tokens, **fields).choices[0].text
 
+    def answer(self, text: str, max_tokens: int = 16, **fields: Any) -> str:
+        """The answer to a message, as by `ask`."""
+        body = {"temperature": 0.0, "ignore_eos": True, **fields}
+        with self.client() as client:
+            answer = client.chat.completions.create(
+                model="dry-run", messages=[{"role": "user", "content": text}], max_tokens=max_tokens, extra_body=body
+            )
+        return answer.choices[0].message.content or ""
+
     def complete_all(self, prompts: Sequence[str], max_tokens: int = 16, **fields: Any) -> list[str]:
         """All at once."""
         with ThreadPoolExecutor(len(prompts)) as pool:

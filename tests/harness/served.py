@@ -109,9 +109,9 @@ class Served:
         assert code == 0, self.log.read_text()[-3000:]
 
     def complete(self) -> str:
-        prompt = list(range(40, 140))
-        body = {"model": "dry-run", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        messages = [{"role": "user", "content": "a message of many tokens, of one byte each " * 2}]
+        body = {"model": "dry-run", "messages": messages, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        reply = post(f"{self.url}/v1/completions", json=body, headers=headers)
+        reply = post(f"{self.url}/v1/chat/completions", json=body, headers=headers)
         assert reply.status_code == 200, reply.text
-        return reply.json()["choices"][0]["text"]
+        return reply.json()["choices"][0]["message"]["content"]

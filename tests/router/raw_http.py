@@ -9,5 +9,15 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 
 def completion(version: str = "1.1", **fields: object) -> bytes:
     """One that asks for a text."""
+    return _with_body(HEAD.replace(b"1.1", version.encode()), fields)
+
+
+def chat(text: str, **fields: object) -> bytes:
+    """One that asks for the answer to a message."""
+    fields["messages"] = [{"role": "user", "content": text}]
+    return _with_body(HEAD.replace(b"completions", b"chat/completions"), fields)
+
+
+def _with_body(head: bytes, fields: dict[str, object]) -> bytes:
     body = orjson.dumps(fields)
-    return HEAD.replace(b"1.1", version.encode()) + b"content-length: %d\r\n\r\n" % len(body) + body
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body

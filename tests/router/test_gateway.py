@@ -85,26 +85,6 @@ async def test_chat_logprobs(c: Cluster) -> None:
     assert [item.model_dump() for item in streamed] == [item.model_dump() for item in content]
 
 
-async def test_echo_alone_scores_a_prompt() -> None:
-    """max_tokens 0, as evaluation harnesses ask: the prompt's logprobs, and nothing that was generated."""
-    for num_prefill in (0, 1):
-        async with cluster(num_prefill=num_prefill, local_prefill_tokens=0) as c:
-            fields: dict[str, Any] = {"echo": True, "max_tokens": 0, "logprobs": 1}
-            answer = (await c.complete(["abc", "de"], **fields)).json()
-            one_token = (await c.complete(["abc", "de"], **{**fields, "max_tokens": 1})).json()
-            assert [choice["text"] for choice in answer["choices"]] == ["abc", "de"]
-            assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
-            for choice, longer in zip(answer["choices"], one_token["choices"], strict=True):
-                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-                    assert choice["logprobs"][name] == longer["logprobs"][name][:-1]
-            assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 0)
-            events = await c.events("/v1/completions", prompt="abc", **fields)
-            assert text_of(events) == "abc"
-            assert events[-2]["choices"][0]["finish_reason"] == "length"
-            assert (await c.complete("abc", echo=True, max_tokens=0)).json()["choices"][0]["text"] == "abc"
-            await c.until(c.is_quiet)
-
-
 async def test_special_tokens_are_shown_when_asked_for() -> None:
     reply = [*b"a", DRY_RUN.encode("<user>", False, True)[0], *b"b"]
     shown = "a" + DRY_RUN.decode([reply[1]], skip_special=False) + "b"
@@ -114,44 +94,6 @@ async def test_special_tokens_are_shown_when_asked_for() -> None:
             answer = await c.chat(skip_special_tokens=skip)
             assert answer.json()["choices"][0]["message"]["content"] == expected
             assert text_of(await c.events(skip_special_tokens=skip)) == expected
-
-
-async def test_completions_echo_with_logprobs(c: Cluster) -> None:
-    answer = await c.openai.completions.create(
-        model="dry-run", prompt="abc", max_tokens=2, echo=True, logprobs=1, seed=1, n=2
-    )
-    for choice in answer.choices:
-        assert choice.text.startswith("abc")
-        assert choice.logprobs is not None
-        assert choice.logprobs.tokens is not None
-        assert "".join(choice.logprobs.tokens) == choice.text
-        assert choice.logprobs.token_logprobs is not None
-        assert choice.logprobs.token_logprobs[0] is None
-        assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
-    single = (await c.complete("a", max_tokens=1, echo=True, logprobs=0)).json()["choices"][0]
-    assert single["logprobs"]["tokens"] == list(single["text"])
-    events = await c.events("/v1/completions", prompt="abc", max_tokens=2, echo=True, logprobs=1)
-    assert text_of(events) == answer.choices[0].text
-
-
-async def test_completions_of_several_prompts_and_of_token_ids(c: Cluster) -> None:
-    one = (await c.complete(list(b"abc"), return_token_ids=True)).json()
-    assert one["choices"][0]["text"] == (await c.complete("abc")).json()["choices"][0]["text"]
-    assert one["choices"][0]["prompt_token_ids"] == list(b"abc")
-    assert bytes(one["choices"][0]["token_ids"]).decode() == one["choices"][0]["text"]
-    many = (await c.complete(["abc", "xyz"], n=2)).json()
-    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
-    assert many["choices"][0]["text"] == one["choices"][0]["text"]
-    assert many["usage"]["prompt_tokens"] == 6
-
-
-async def test_best_of_returns_the_best_mean_logprob(c: Cluster) -> None:
-    four = (await c.complete(n=4, logprobs=0)).json()["choices"]
-    means = [sum(item["logprobs"]["token_logprobs"]) / 8 for item in four]
-    best = (await c.complete(best_of=4, n=1)).json()
-    assert best["choices"][0]["text"] == four[means.index(max(means))]["text"]
-    assert best["choices"][0]["logprobs"] is None
-    assert best["usage"]["completion_tokens"] == 32
 
 
 async def test_usage_in_streams() -> None:
@@ -186,10 +128,8 @@ async def test_sampling_parameters_reach_the_worker(c: Cluster) -> None:
 
 async def test_max_tokens_defaults(c: Cluster) -> None:
     await c.chat(max_tokens=None)
-    await c.complete(max_tokens=None)
-    chat, completion = c.decode[0].submits
+    [chat] = c.decode[0].submits
     assert chat.sampling.max_tokens == 512 - num_ids(chat.prompt_token_ids)
-    assert completion.sampling.max_tokens == 16
 
 
 async def test_a_stop_token_ends_the_text_and_is_named() -> None:

@@ -25,7 +25,6 @@ from common.text.load import load_tokenizer
 from common.token_ids import pack_ids
 from engine.request import FinishReason, RequestId, SamplingParams, TokenLogprobs
 from protos import types_pb2 as pb
-from router.features import COMPLETION_BODY
 from router.workers.model_workers import ModelLimits
 from worker.messages import Delta
 from worker.protobuf import failure_of, request_of, sampling_params, token_delta
@@ -102,8 +101,10 @@ def test_every_field_of_a_request_reaches_the_engine() -> None:
 
 
 @pytest.mark.wing("router.logit_rules")
+@pytest.mark.wing("router.completions_api")
 def test_clients_can_set_every_sampling_field() -> None:
     from router.answers.features import AnswerFeatures
+    from router.completions_api.bodies import COMPLETION_BODY
 
     fields = {name: value for name, value in SAMPLING.items() if name not in NOT_CLIENTS} | {
         "prompt": "x", "logprobs": 5, "echo": True, "stop_token_ids": [4, 5], "seed": 9, "logit_bias": {"6": -2.5},

@@ -9,13 +9,11 @@ from typing import Any
 import orjson
 import pytest
 
-from common.token_ids import unpack_ids
-from tests.common.text.wrapping_tokenizer import BOS, EOS, wrapping_tokenizer
-from tests.harness.router import Cluster, cluster
+from tests.harness.router import Cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 DEEP: dict[str, Any] = {}
@@ -189,35 +187,6 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True}, "continue_final_message"),
     ({"user": "x" * 100_000}, "user"),
 ]
-_PROMPT_CASES: list[tuple[dict[str, Any], str]] = [
-    ({}, "prompt"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [[1], "a"]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [320]}, "prompt"),
-    ({"prompt": [1 << 40]}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": None}, "prompt"),
-    ({"prompt": {"a": 1}}, "prompt"),
-    ({"prompt": "x", "suffix": "y"}, "suffix"),
-    ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-    ({"prompt": "x", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
-    ({"prompt": "x", "best_of": 1, "n": 2}, "best_of"),
-    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
-    ({"prompt": "x", "logprobs": 21}, "logprobs"),
-    ({"prompt": "x", "logprobs": -1}, "logprobs"),
-    ({"prompt": "x", "logprobs": True}, "logprobs"),
-    ({"prompt": ["x"] * 100, "n": 2}, "n"),
-    ({"prompt": "x", "best_of": 10**9}, "best_of"),
-    ({"prompt": ["x", ""]}, "prompt"),
-    ({"prompt": [1.0]}, "prompt"),
-    ({"prompt": [5] * 512}, "prompt"),
-    ({"prompt": [5] * 513}, "prompt"),
-    ({"prompt": "a" * 10_000_000}, "prompt"),
-]
 
 
 async def refused(c: Cluster, path: str, content: bytes, headers: dict[str, str] = JSON) -> dict[str, Any]:
@@ -239,19 +208,19 @@ async def refused(c: Cluster, path: str, content: bytes, headers: dict[str, str]
     assert "Traceback" not in answer.text
     assert "/work" not in answer.text
     assert seconds < limit
-    assert (await c.complete(max_tokens=1)).status_code == 200
+    assert (await c.chat(max_tokens=1)).status_code == 200
     return {**error, "status": answer.status_code}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.wing("router.body_bounds")) if name == "duplicate key" else name
+        pytest.param(name, marks=pytest.mark.wing("router.body_bounds")) if name.startswith("duplicate") else name
         for name in RAW_BODIES
     ],
 )
 async def test_bodies(c: Cluster, name: str) -> None:
-    error = await refused(c, COMPLETIONS, RAW_BODIES[name])
+    error = await refused(c, CHAT, RAW_BODIES[name])
     assert error["status"] == 400
 
 
@@ -280,34 +249,27 @@ async def test_parameters(c: Cluster, case: int) -> None:
     assert param.split(".")[0] in error["message"] or param == "messages"
 
 
-@pytest.mark.parametrize("case", range(len(_PROMPT_CASES)))
-async def test_prompts(c: Cluster, case: int) -> None:
-    fields, param = _PROMPT_CASES[case]
-    error = await refused(c, COMPLETIONS, orjson.dumps(fields))
-    assert (error["param"] or "").split(".")[0] == param, error
-
-
 @pytest.mark.parametrize(
-    ("path", "fields", "param", "rule"),
+    ("fields", "param", "rule"),
     [
-        (CHAT, {"stop": list("abcdefghijklmnopq")}, "stop", "at most 16 texts"),
-        (CHAT, {"stop": 5}, "stop", "at most 16 texts"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        ({"stop": list("abcdefghijklmnopq")}, "stop", "at most 16 texts"),
+        ({"stop": 5}, "stop", "at most 16 texts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages.0.content", "only text parts"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "text parts"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "text parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]},
          "messages.0.content", "only assistant"),
-        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "a list of token ids"),
-        (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "max_tokens", "must be at most 12, not 13"),
-        pytest.param(CHAT, {"response_format": "json"}, "response_format", "must be an object", marks=in_format),
+        ({"messages": [{"role": "user", "content": "x" * 497}], "max_tokens": 13}, "max_tokens",
+         "must be at most 12, not 13"),
+        pytest.param({"response_format": "json"}, "response_format", "must be an object", marks=in_format),
         pytest.param(
-            CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "or 'structural_tag'", marks=in_format
+            {"response_format": {"type": "xml"}}, "response_format.type", "or 'structural_tag'", marks=in_format
         ),
     ],
     ids=str,
 )  # fmt: skip
-async def test_messages_name_the_rule(c: Cluster, path: str, fields: dict[str, Any], param: str, rule: str) -> None:
-    error = await refused(c, path, orjson.dumps({"messages": MESSAGES, **fields} if path == CHAT else fields))
+async def test_messages_name_the_rule(c: Cluster, fields: dict[str, Any], param: str, rule: str) -> None:
+    error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, **fields}))
     assert error["param"] == param
     assert rule in error["message"]
 
@@ -318,56 +280,55 @@ async def test_a_field_that_nobody_knows_has_a_code_of_its_own(c: Cluster) -> No
 
 
 async def test_context_length(c: Cluster) -> None:
-    error = await refused(c, COMPLETIONS, orjson.dumps({"prompt": [5] * 600}))
+    error = await refused(c, CHAT, orjson.dumps({"messages": [{"role": "user", "content": "x" * 600}]}))
     assert error["code"] == "context_length_exceeded"
     assert error["message"].startswith(
-        "This model's maximum context length is 512 tokens. However, your prompt resulted"
+        "This model's maximum context length is 512 tokens. However, your messages resulted"
     )
-    error = await refused(c, COMPLETIONS, orjson.dumps({"prompt": [5] * 500, "max_tokens": 20}))
+    fitting = [{"role": "user", "content": "x" * 497}]  # and three tokens of the template
+    error = await refused(c, CHAT, orjson.dumps({"messages": fitting, "max_tokens": 20}))
     assert error["message"] == (
-        "This model's maximum context length is 512 tokens. However, you requested 520 tokens (500 in the prompt, "
-        "20 in the completion). Please reduce the length of the prompt or completion: max_tokens must be at most 12, "
-        "not 20."
+        "This model's maximum context length is 512 tokens. However, you requested 520 tokens (500 in the messages, "
+        "20 in the completion). Please reduce the length of the messages or completion: max_tokens must be at most "
+        "12, not 20."
     )
     error = await refused(c, CHAT, orjson.dumps({"messages": [{"role": "user", "content": "x" * 100_000}]}))
     assert error["message"].startswith(
         "This model's maximum context length is 512 tokens. However, your messages has"
     )
     assert error["code"] == "context_length_exceeded"
-    assert (await c.complete([5] * 511, max_tokens=1)).status_code == 200
-    assert (await c.complete([5] * 511, max_tokens=None)).json()["usage"]["completion_tokens"] == 1
+    assert (await c.chat("x" * 508, max_tokens=1)).status_code == 200
+    assert (await c.chat("x" * 508, max_tokens=None)).json()["usage"]["completion_tokens"] == 1
 
 
+async def test_odd_text_is_text(c: Cluster) -> None:
+    for text in ("\0", "a\0b", "\ufeff", "\U0010ffff", "\u202e", "a" * 300, "<eos><user>"):
+        assert (await c.chat(text, max_tokens=1)).status_code == 200
+
+
+@pytest.mark.wing("router.grammar")
 @pytest.mark.parametrize("depth", [300, 900, 1000])
 async def test_schemas_nested_too_deep(c: Cluster, depth: int) -> None:
     schema = '{"items":' * depth + "{}" + "}" * depth
     strict = '{"type":"json_schema","json_schema":{"strict":true,"schema":' + schema + "}}"
     for field, value in (("response_format", strict), ("structured_outputs", '{"json":' + schema + "}")):
-        error = await refused(c, COMPLETIONS, f'{{"prompt":"x","{field}":{value}}}'.encode())
+        error = await refused(c, CHAT, f'{{"messages":[{{"role":"user","content":"x"}}],"{field}":{value}}}'.encode())
         assert (error["param"], error["status"]) == (field, 400)
 
 
 async def test_content_type_method_path_and_size(c: Cluster) -> None:
-    body = orjson.dumps({"prompt": "x"})
+    body = orjson.dumps({"messages": MESSAGES})
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        assert (await refused(c, COMPLETIONS, body, {"content-type": kind}))["status"] == 415
+        assert (await refused(c, CHAT, body, {"content-type": kind}))["status"] == 415
     for coding in ("gzip", "br", "x" * 5000):
-        error = await refused(c, COMPLETIONS, body, {**JSON, "content-encoding": coding})
+        error = await refused(c, CHAT, body, {**JSON, "content-encoding": coding})
         assert error["status"] == 415
         assert coding[:32] in error["message"]
     assert (await refused(c, "/v1/nothing", body))["status"] == 404
-    assert (await c.http.get(COMPLETIONS)).status_code == 405
+    assert (await c.http.get(CHAT)).status_code == 405
     big = b'{"prompt": "' + b"x" * (17 << 20) + b'"}'
-    assert (await c.http.post(COMPLETIONS, content=big, headers=JSON)).status_code == 413
-    assert (await refused(c, COMPLETIONS, orjson.dumps({"prompt": "x", "model": "other"})))["status"] == 404
-
-
-async def test_odd_text_is_text(c: Cluster) -> None:
-    for text in ("\0", "a\0b", "\ufeff", "\U0010ffff", "\u202e", "a" * 400, "<eos><user>"):
-        answer = await c.complete(text, echo=True, max_tokens=1)
-        assert answer.status_code == 200
-        assert answer.json()["choices"][0]["text"].startswith(text)
-        assert (await c.chat(text[:300], max_tokens=1)).status_code == 200
+    assert (await c.http.post(CHAT, content=big, headers=JSON)).status_code == 413
+    assert (await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, "model": "other"})))["status"] == 404
 
 
 async def test_a_body_without_a_length_is_bounded_too(c: Cluster) -> None:
@@ -376,23 +337,16 @@ async def test_a_body_without_a_length_is_bounded_too(c: Cluster) -> None:
         for _ in range(20):
             yield b"x" * (1 << 20)
 
-    assert (await c.http.post(COMPLETIONS, content=long(), headers=JSON)).status_code == 413
-    assert (await c.complete(max_tokens=1)).status_code == 200
+    assert (await c.http.post(CHAT, content=long(), headers=JSON)).status_code == 413
+    assert (await c.chat(max_tokens=1)).status_code == 200
 
 
 async def test_odd_labels_change_nothing(c: Cluster) -> None:
     for label in ("x" * 5000, "a\tb", "\xe9"):
         headers = [(name, label.encode("latin-1")) for name in (b"X-Request-Id", b"traceparent", b"X-Session-Id")]
-        answer = await c.http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}, headers=headers)
+        answer = await c.http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1}, headers=headers)
         assert answer.status_code == 200
         assert answer.headers["x-request-id"] == answer.json()["id"]
-
-
-async def test_prompts_with_and_without_special_tokens() -> None:
-    async with cluster(tokenizer=wrapping_tokenizer()) as c:
-        for fields, wanted in (({}, [BOS, 97, EOS]), ({"add_special_tokens": False}, [97])):
-            assert (await c.complete("a", **fields)).status_code == 200
-            assert unpack_ids(c.decode[0].submits[-1].prompt_token_ids) == wanted
 
 
 @pytest.mark.wing("router.tokenize")

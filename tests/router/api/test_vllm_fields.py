@@ -24,12 +24,6 @@ async def test_log_probabilities_may_name_token_ids() -> None:
         assert [entry["token"] for entry in chat] == ["token_id:97", "token_id:98", "token_id:99"]
         assert [bytes(entry["bytes"]) for entry in chat] == [b"a", b"b", b"c"]
         assert all(top["token"].startswith("token_id:") for entry in chat for top in entry["top_logprobs"])
-        [choice] = (await c.complete("xy", logprobs=1, echo=True, **asked)).json()["choices"]
-        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in b"xyabc"]
-        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
-        assert choice["text"] == "xyabc"
-        plain = (await c.complete("xy", logprobs=1, max_tokens=3)).json()["choices"][0]["logprobs"]
-        assert plain["tokens"] == ["a", "b", "c"]
 
 
 async def test_the_text_of_a_prompt_is_shown(c: Cluster) -> None:

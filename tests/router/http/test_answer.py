@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from common.errors import EngineError
-from router.api.completion_renderer import CompletionRenderer
+from router.api.chat_renderer import ChatRenderer
 from router.api.render import RenderOptions
 from router.api.text import Update
 from router.http.answer import EventStream
@@ -21,7 +21,7 @@ from router.metrics import RouterMetrics
 from router.request import GenerationRequest
 from tests.harness.router import DRY_RUN, cluster, text_of
 from tests.harness.scripted_worker import Script
-from tests.router.raw_http import completion
+from tests.router.raw_http import chat
 
 
 def steady(events: list[Any]) -> list[Any]:
@@ -59,7 +59,7 @@ async def test_a_slow_reader_holds_up_nobody_and_loses_nothing() -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", c.port))
         reader, writer = await asyncio.open_connection(sock=client, limit=1024)
-        writer.write(completion(prompt="abc", max_tokens=num_tokens, seed=1, stream=True))
+        writer.write(chat("abc", max_tokens=num_tokens, seed=1, stream=True))
         await reader.readuntil(b"\r\n\r\n")
         assert (await c.chat()).status_code == 200  # while nobody reads the long answer
         await c.until(lambda: c.decode[0].num_tokens >= num_tokens)  # nor until its worker has told all
@@ -70,7 +70,7 @@ async def test_a_slow_reader_holds_up_nobody_and_loses_nothing() -> None:
         await writer.wait_closed()
         pieces = [orjson.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
         assert len(pieces) < num_tokens / 2  # most came while the client was behind
-        assert sum(len(piece["choices"][0]["text"]) for piece in pieces) == num_tokens
+        assert sum(len(piece["choices"][0]["delta"].get("content", "")) for piece in pieces) == num_tokens
 
 
 class Client:
@@ -105,13 +105,14 @@ class Client:
     def texts(self) -> list[str]:
         lines = b"".join(self.sent).splitlines()
         events = [orjson.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-        return [event["choices"][0]["text"] for event in events if "choices" in event]
+        deltas = [event["choices"][0]["delta"] for event in events if "choices" in event]
+        return [delta["content"] for delta in deltas if "content" in delta and "role" not in delta]
 
 
 @asynccontextmanager
 async def open_stream() -> AsyncIterator[tuple[EventStream, Client, asyncio.Task[None]]]:
     client = Client()
-    renderer = CompletionRenderer(RenderOptions("r", "m", 0), DRY_RUN, 1, 1)
+    renderer = ChatRenderer(RenderOptions("r", "m", 0), DRY_RUN)
     request = GenerationRequest("r", [], RouterMetrics("m"))
     stream = EventStream(request, renderer, {}, client)  # type: ignore[arg-type]
     stream._num_open = 1

@@ -17,11 +17,15 @@ from router.api.text import ChoiceResult, Update, Usage
 class CompletionRenderer(Renderer):
     """`n` choices for each prompt are shown, the best of `choices_per_prompt`."""
 
-    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, n: int, choices_per_prompt: int) -> None:
+    def __init__(
+        self, options: RenderOptions, tokenizer: Tokenizer, n: int, choices_per_prompt: int, echo: bool
+    ) -> None:
+        """echo: texts begin with their prompts."""
         super().__init__(options, tokenizer, "text_completion")
+        self._echo = echo
         self._n = n
         self._choices_per_prompt = choices_per_prompt
-        is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage or options.echo)
+        is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage or echo)
         self._plain = PlainChunks(self._head, b'"text":', b"", options.include_usage) if is_plain else None
         self._offsets: dict[int, int] = {}  # characters shown so far, for text_offset
 
@@ -32,7 +36,7 @@ class CompletionRenderer(Renderer):
         offset = self._offsets.setdefault(index, 0)
         text = update.text
         prompt_index = index // self._choices_per_prompt
-        if is_first and self.options.echo:
+        if is_first and self._echo:
             text = self.options.prompt_texts[prompt_index] + text
         choice = self._choice(index, text, update, offset, prompt_index if is_first else None)
         if is_first and self.options.return_token_ids:
@@ -43,7 +47,7 @@ class CompletionRenderer(Renderer):
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         choices = []
         for result in best_results(results, self._n):
-            text = self.options.prompt_texts[result.prompt_index] + result.text if self.options.echo else result.text
+            text = self.options.prompt_texts[result.prompt_index] + result.text if self._echo else result.text
             choice = self._choice(result.index, text, result, 0, result.prompt_index)
             choice["stop_reason"] = result.stop_reason
             if self.options.return_token_ids:
@@ -59,7 +63,7 @@ class CompletionRenderer(Renderer):
             "index": index, "text": text, "logprobs": None, "finish_reason": update.finish_reason,
         }  # fmt: skip
         if self.options.logprobs:
-            shows_prompt = self.options.echo and prompt_index is not None
+            shows_prompt = self._echo and prompt_index is not None
             before = self._prompt_items(prompt_index or 0, update.prompt_logprobs) if shows_prompt else []
             choice["logprobs"] = self._logprobs([*before, *update.logprobs], offset)
             if shows_prompt:  # nothing comes before the first token that could have predicted it

@@ -1,0 +1,1 @@
+"""OpenAI's API of texts that are continued: `/v1/completions`."""
