@@ -20,6 +20,7 @@ from router.workers.model_workers import ModelLimits
 
 B = TypeVar("B", bound=Body)
 COMMON_FIELDS = (
+    "router.stop_strings.stops:StopFields",
     "router.logit_rules.rules:LogitRuleFields",
     "router.truncation.truncation:TruncationFields",
     "router.grammar.answer_format:AnswerFields",

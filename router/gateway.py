@@ -148,10 +148,9 @@ class Gateway:
         rules = TextRules(
             continues=body.continues_prompt,
             skip_special=body.skip_special_tokens is not False,
-            stops=tuple(body.stops),
-            include_in_output=bool(body.include_stop_str_in_output),
-            min_tokens=body.min_tokens or 0,
+            new_end=call_wing("router.stop_strings.stops:text_end_of", body),
             stop_token_ids=frozenset(body.stop_token_ids or ()),
+            shows_stop_token=bool(body.include_stop_str_in_output),
             shows_nothing=body.max_tokens == 0,
         )
         timeout = self.timeout_seconds(http, bool(body.stream))

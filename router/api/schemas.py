@@ -136,10 +136,6 @@ class GenerationBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Annotated[
-        StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
-        Field(description=f"a text or at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters"),
-    ] = None
     stop_token_ids: Annotated[list[TokenIdField], Field(max_length=MAX_LIST)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -161,10 +157,6 @@ class GenerationBody(Body):
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
         return self
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def asked_tokens(self) -> tuple[int | None, str]:

@@ -1,4 +1,4 @@
-"""Turn the tokens of a choice into text: detokenizer, stop strings, logprobs, finish reason; and collect it.
+"""Turn the tokens of a choice into text: detokenizer, logprobs, finish reason; and collect it.
 
 Takes deltas of workers, gives updates to sinks. Knows nothing of workers, HTTP or JSON. Its state is not touched by
 a migration: each token comes here once.
@@ -6,12 +6,12 @@ a migration: each token comes here once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from common.errors import EngineError
-from common.text.stop_strings import StopStringMatcher
+from common.text.detokenizer import Detokenizer
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 
@@ -110,6 +110,16 @@ class Usage:
         }
 
 
+class TextEnd(Protocol):
+    """Ends one choice by what its text holds, as `router/stop_strings` does."""
+
+    def push(self, detokenizer: Detokenizer, token_ids: list[int], num_before: int, update: Update) -> None:
+        """Set the update's text, of these tokens, which follow `num_before` others; and its end, if that is here."""
+
+
+NewTextEnd = Callable[[], TextEnd]
+
+
 @dataclass(frozen=True, slots=True)
 class TextRules:
     """How the text of a choice comes about, and where it stops beyond what workers check."""
@@ -117,10 +127,9 @@ class TextRules:
     continues: bool = False  # the prompt's text
     skip_special: bool = True
     has_logprobs: bool = True
-    stops: tuple[str, ...] = ()
-    include_in_output: bool = False
-    min_tokens: int = 0
+    new_end: NewTextEnd | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    shows_stop_token: bool = False
     shows_nothing: bool = False  # max_tokens 0: the one token that a worker must generate is dropped
 
 
@@ -137,10 +146,9 @@ class ChoiceText:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self._rules = rules
-        self._matcher = StopStringMatcher(rules.stops, rules.include_in_output) if rules.stops else None
-        self._is_plain = not (
-            rules.stops or rules.has_logprobs or rules.shows_nothing
-        )  # tokens become text, nothing else
+        self._end = rules.new_end() if rules.new_end else None
+        # Tokens become text, nothing else.
+        self._is_plain = not (self._end or rules.has_logprobs or rules.shows_nothing)
         self._detokenizer = tokenizer.detokenizer(rules.skip_special, rules.continues, shown)
 
     def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
@@ -159,13 +167,13 @@ class ChoiceText:
         if self._rules.shows_nothing:
             return Update("", [], (), update.prompt_logprobs, "length" if ended or token_ids else None)
         shown = self._shown_tokens(delta, token_ids, update) if ended else token_ids
-        if self._matcher is None:
-            self.num_tokens += len(token_ids)
+        if self._end is not None:
+            self._end.push(self._detokenizer, shown, self.num_tokens, update)
+        else:
             update.text = self._detokenizer.push(shown)
             if ended:
                 update.text += self._detokenizer.finish()
-        else:
-            self._push_matching(self._matcher, shown, update)
+        self.num_tokens += len(update.token_ids)
         return update
 
     def cut(self) -> Update:
@@ -182,35 +190,6 @@ class ChoiceText:
         stop_id = last.stop_token_id
         if stop_id in self._rules.stop_token_ids:
             update.stop_reason = stop_id
-            if self._rules.include_in_output:
+            if self._rules.shows_stop_token:
                 return token_ids
         return token_ids[:-1] if token_ids and token_ids[-1] == stop_id else token_ids
-
-    def _push_matching(self, matcher: StopStringMatcher, shown: list[int], update: Update) -> None:
-        """Push token by token: tokens after the one that completes a stop string are dropped."""
-        pieces: list[str] = []
-        before = self.num_tokens
-        for count, token_id in enumerate(shown, 1):
-            text = self._detokenizer.push((token_id,))
-            if before + count <= self._rules.min_tokens:
-                pieces.append(matcher.skip(text))
-                continue
-            pieces.append(matcher.push(text))
-            if matcher.match is not None:
-                self._stop_at(count, matcher, update)
-                break
-        else:
-            if update.finish_reason is not None:
-                pieces.append(matcher.push(self._detokenizer.finish()))
-                if matcher.match is not None:
-                    self._stop_at(len(update.token_ids), matcher, update)
-                pieces.append(matcher.flush())
-        self.num_tokens = before + len(update.token_ids)
-        update.text = "".join(pieces)
-
-    def _stop_at(self, num_tokens: int, matcher: StopStringMatcher, update: Update) -> None:
-        assert matcher.match is not None
-        del update.token_ids[num_tokens:]
-        update.logprobs = update.logprobs[:num_tokens]
-        update.finish_reason = "stop"
-        update.stop_reason = matcher.match

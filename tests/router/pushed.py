@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
-from router.api.text import ChoiceText, TextRules, Update
+from router.api.text import ChoiceText, NewTextEnd, TextRules, Update
 from router.choice import Choice
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -101,6 +102,12 @@ class Listener:
         return [(index, u.finish_reason, u.stop_reason) for index, u in self.updates if u.finish_reason is not None]
 
 
+def end_of(stops: tuple[str, ...]) -> NewTextEnd:
+    from router.stop_strings.stops import StopStrings
+
+    return partial(StopStrings, stops, False, 0)
+
+
 class Router:
     """The parts of one router between a request and its workers."""
 
@@ -129,7 +136,7 @@ class Router:
             journal = Journal(
                 f"r{self.num_requests}-{index}", [1, 2, 3], sampling, deadline=now + seconds, arrival=now
             )
-            text = ChoiceText(DRY_RUN, TextRules(stops=stops))
+            text = ChoiceText(DRY_RUN, TextRules(new_end=end_of(stops) if stops else None))
             choices.append(Choice(index, index // num_choices, journal, text, self.dispatcher))
         request, sink = GenerationRequest("r", choices, self.metrics), Listener()
         request.start(sink)

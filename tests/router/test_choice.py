@@ -141,6 +141,7 @@ async def test_parts_of_a_prompt_that_ends_on_the_prefill_worker_open_no_leg(end
     assert router.is_quiet()
 
 
+@pytest.mark.wing("router.stop_strings")
 @pytest.mark.parametrize(
     ("text", "stop", "num_before", "shown"),
     [
@@ -302,6 +303,7 @@ async def test_without_a_handle_decode_computes_the_prompt() -> None:
     assert sink.text() == "Hi"
 
 
+@pytest.mark.wing("router.stop_strings")
 async def test_kv_is_released_when_the_first_token_ends_the_text() -> None:
     router = Router(prefill=1)
     _, sink = router.request(stops=("!",))
@@ -312,6 +314,7 @@ async def test_kv_is_released_when_the_first_token_ends_the_text() -> None:
     assert router.is_quiet()
 
 
+@pytest.mark.wing("router.stop_strings")
 async def test_a_stop_string_ends_the_choice_and_tells_the_worker() -> None:
     router = Router()
     (decode,) = router.decode
@@ -324,6 +327,7 @@ async def test_a_stop_string_ends_the_choice_and_tells_the_worker() -> None:
     assert router.is_quiet()
 
 
+@pytest.mark.wing("router.stop_strings")
 async def test_the_deadline_cuts_every_choice_once_one_has_a_token() -> None:
     router = Router()
     (decode,) = router.decode

@@ -42,6 +42,7 @@ async def test_seed_is_drawn_when_absent_and_negative_seeds_are_accepted(c: Clus
     assert c.decode[0].submits[-1].sampling.seed == (1 << 64) - 5
 
 
+@pytest.mark.wing("router.stop_strings")
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_string_across_tokens(include: bool) -> None:
     async with cluster(script=Script(reply=list(b"one two three four"))) as c:
@@ -57,6 +58,7 @@ async def test_stop_string_across_tokens(include: bool) -> None:
         await c.until(c.is_quiet)
 
 
+@pytest.mark.wing("router.stop_strings")
 async def test_stop_in_the_last_token_and_text_held_back_until_the_end() -> None:
     async with cluster(script=Script(reply=list(b"abcde"))) as c:
         assert (await c.chat(stop="de")).json()["choices"][0]["message"]["content"] == "abc"

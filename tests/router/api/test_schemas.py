@@ -22,8 +22,10 @@ for _ in range(200):
 JSON = {"content-type": "application/json"}
 in_format = pytest.mark.wing("router.grammar")
 with_tools = pytest.mark.wing("router.tools")
+with_stops = pytest.mark.wing("router.stop_strings")
 WINGS = {  # of fields that the core does not have
     **dict.fromkeys(("response_format", "structured_outputs"), in_format),
+    "stop": with_stops,
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), with_tools),
     **dict.fromkeys(
         (
@@ -252,8 +254,8 @@ async def test_parameters(c: Cluster, case: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "rule"),
     [
-        ({"stop": list("abcdefghijklmnopq")}, "stop", "at most 16 texts"),
-        ({"stop": 5}, "stop", "at most 16 texts"),
+        pytest.param({"stop": list("abcdefghijklmnopq")}, "stop", "at most 16 texts", marks=with_stops),
+        pytest.param({"stop": 5}, "stop", "at most 16 texts", marks=with_stops),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages.0.content", "only text parts"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "text parts"),

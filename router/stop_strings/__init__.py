@@ -1,0 +1,1 @@
+"""Stop strings: texts of a client that end an answer."""
