@@ -63,7 +63,6 @@ class Choice:
         self.journal = journal
         self.text = text
         self.state = State.NEW
-        self.is_shown = False  # whether its request has had an update
         self.dispatcher = dispatcher
         self._observe_gap = dispatcher.metrics.inter_token_latency.observe
         self._request: ChoiceListener

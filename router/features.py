@@ -25,12 +25,16 @@ COMMON_FIELDS = (
     "router.truncation.truncation:TruncationFields",
     "router.grammar.answer_format:AnswerFields",
 )
-CHAT_FIELDS = "router.tools.tools:ToolFields", "router.reasoning.reasoning_part:ReasoningFields"
+CHAT_FIELDS = (
+    "router.tools.tools:ToolFields",
+    "router.reasoning.reasoning_part:ReasoningFields",
+    "router.answer_details.details:ChatDetailFields",
+)
 
 
 def with_fields(body: type[B], *fields: str) -> type[B]:
-    """`body` with the fields of those wings that are here."""
-    bases = (body, *filter(None, map(from_wing, fields)))
+    """`body` with the fields of those wings that are here. Their properties go before its own."""
+    bases = (*filter(None, map(from_wing, fields)), body)
     return cast("type[B]", create_model(body.__name__, __base__=bases, __doc__=body.__doc__))
 
 

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -19,7 +18,7 @@ from common.text.tokenizer import Tokenizer
 from common.wings import call_wing, from_wing
 from protos import types_pb2 as pb
 from router.api.prompts import chat_prompt
-from router.api.render import Renderer, RenderOptions
+from router.api.render import Details, Renderer, RenderOptions
 from router.api.sampling import for_choice
 from router.api.schemas import ChatCompletionBody, GenerationBody
 from router.api.text import TextRules
@@ -108,8 +107,8 @@ class Gateway:
         token_ids = await self.prompt_ids(model, body, features)
         prompts = truncated(body, model.limits(), [token_ids])
         request = self.request(http, model, body, features, prompts, n, arrival)
-        shown = prompts if body.return_prompt_text else ()
-        options = self.options(request, model, body, prompts, shown, bool(body.logprobs))
+        details = call_wing("router.answer_details.details:details_of", body, model.tokenizer, prompts[0])
+        options = self.options(request, model, body, details or Details())
         return self.respond(http, request, renderer_of(features, options, model.tokenizer), bool(body.stream))
 
     async def features(self, http: Request, model: ServedModel, body: GenerationBody, num_choices: int) -> Features:
@@ -177,28 +176,17 @@ class Gateway:
         return GenerationRequest(request_id, choices, model.metrics)
 
     def options(
-        self,
-        request: GenerationRequest,
-        model: ServedModel,
-        body: GenerationBody,
-        prompts: Sequence[list[int]],
-        shown: Sequence[str | Sequence[int]],
-        logprobs: bool,
+        self, request: GenerationRequest, model: ServedModel, body: GenerationBody, details: Details
     ) -> RenderOptions:
-        """shown: prompts whose texts the client wants to see."""
+        """What the JSON of an answer needs."""
         stream = body.stream_options
-        decode = partial(model.tokenizer.decode, skip_special=False)
         return RenderOptions(
             request_id=request.request_id,
             model=body.model or model.name,
             created=int(time.time()),
-            logprobs=logprobs,
-            return_token_ids=bool(body.return_token_ids),
-            names_token_ids=bool(body.return_tokens_as_token_ids),
             include_usage=bool(stream and stream.include_usage),
             continuous_usage=bool(stream and stream.continuous_usage_stats),
-            prompt_texts=tuple(each if isinstance(each, str) else decode(each) for each in shown),
-            prompt_token_ids=tuple(prompts),
+            details=details,
         )
 
     def respond(self, http: Request, request: GenerationRequest, renderer: Renderer, is_stream: bool) -> Response:

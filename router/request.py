@@ -8,11 +8,9 @@ prefix cache. When the deadline is exceeded, choices end with the text that they
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Protocol
 
 from common.errors import DeadlineExceededError
-from protos import types_pb2 as pb
 from router.api.text import Update, Usage
 from router.choice import Choice, State
 from router.metrics import RouterMetrics
@@ -35,12 +33,15 @@ class GenerationRequest:
         self.request_id = request_id
         self.choices = choices
         self._metrics = metrics
-        self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}  # of the prompts that are computed
+        self._held: set[int] = set()  # prompts whose other choices wait for the first one
         self._sink: Sink
 
     def start(self, sink: Sink) -> None:
         self._sink = sink
-        for choice in self._leaders():
+        leaders = self._leaders()
+        if len(self.choices) > len(leaders):
+            self._held = {choice.prompt_index for choice in leaders}
+        for choice in leaders:
             if choice.state is State.NEW:  # else another one has failed already
                 choice.start(self)
 
@@ -77,9 +78,10 @@ class GenerationRequest:
     # -- what choices push -------------------------------------------------------------------------------------
 
     def on_update(self, choice: Choice, update: Update) -> None:
-        if not choice.is_shown:
-            choice.is_shown = True
-            self._on_first_update(choice, update)
+        if self._held and choice.prompt_index in self._held:  # which is computed now
+            self._held.remove(choice.prompt_index)
+            # Later, when the KV events of the same report are in the index.
+            asyncio.get_running_loop().call_soon(self._start_followers, choice.prompt_index)
         self._sink.on_update(choice.index, update)
 
     def on_failure(self, choice: Choice, error: Exception) -> None:
@@ -91,15 +93,6 @@ class GenerationRequest:
                 error = bug
         self._sink.on_failure(error)
         self._cancel()
-
-    def _on_first_update(self, choice: Choice, update: Update) -> None:
-        """The choice's prompt is computed. Its logprobs came once, for all choices of the prompt."""
-        prompt = choice.prompt_index
-        if prompt not in self._prompt_logprobs:
-            self._prompt_logprobs[prompt] = update.prompt_logprobs
-            if len(self.choices) > 1:  # later, when the KV events of the same report are in the index
-                asyncio.get_running_loop().call_soon(self._start_followers, prompt)
-        update.prompt_logprobs = self._prompt_logprobs[prompt]
 
     def _start_followers(self, prompt: int) -> None:
         for choice in list(self.choices):

@@ -8,8 +8,7 @@ from typing import Any
 import orjson
 
 from common.text.tokenizer import Tokenizer
-from protos import types_pb2 as pb
-from router.api.render import PlainChunks, Renderer, RenderOptions, finite
+from router.api.render import PlainChunks, Renderer, RenderOptions
 from router.api.text import ChoiceResult, Update, Usage
 
 
@@ -20,14 +19,14 @@ class ChatRenderer(Renderer):
 
     def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
         super().__init__(options, tokenizer, "chat.completion.chunk")
-        is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage)
+        is_plain = not (options.details.are_of_tokens or options.continuous_usage)
         plain = PlainChunks(self._head, b'"delta":{"content":', b"}", options.include_usage)
         self._plain = plain if is_plain else None
 
     def start(self, index: int, usage: Usage) -> bytes:
         delta = {"role": "assistant", "content": self._first_content}
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._event(choice, usage, **self._prompt())
+        return self._event(choice, usage, **self.options.details.prompt())
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         if self._plain is not None and update.finish_reason is None:
@@ -36,14 +35,9 @@ class ChatRenderer(Renderer):
 
     def _full_chunk(self, index: int, update: Update | ChoiceResult, delta: dict[str, Any], usage: Usage) -> bytes:
         """Render what has come, and the end as a chunk of its own: clients take nothing else from that."""
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": delta,
-            "logprobs": self._logprobs(update.logprobs) if self.options.logprobs and update.logprobs else None,
-            "finish_reason": None,
-        }
-        if self.options.return_token_ids:
-            choice["token_ids"] = update.token_ids
+        details = self.options.details
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        choice |= details.chunk(update)
         if update.finish_reason is None:
             return self._event(choice, usage)
         end: dict[str, Any] = {"finish_reason": self._finish_reason(index, update.finish_reason)}
@@ -51,9 +45,7 @@ class ChatRenderer(Renderer):
             end["stop_reason"] = update.stop_reason
         if not delta:
             return self._event(choice | end, usage)
-        last = {"index": index, "delta": {}, "logprobs": None, **end}
-        if self.options.return_token_ids:
-            last["token_ids"] = []
+        last = {"index": index, "delta": {}, "logprobs": None, **end, **details.chunk(Update("", []))}
         return self._event(choice, usage) + self._event(last, usage)
 
     def _delta(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
@@ -69,37 +61,14 @@ class ChatRenderer(Renderer):
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         body = {**self._head, "object": "chat.completion", "choices": [self._choice(item) for item in results]}
         body["usage"] = usage.as_dict()
-        return orjson.dumps(body | self._prompt())
-
-    def _prompt(self) -> dict[str, Any]:
-        """What the client wants to see of the prompt."""
-        options = self.options
-        shown: dict[str, Any] = {"prompt_token_ids": options.prompt_token_ids[0]} if options.return_token_ids else {}
-        return shown | ({"prompt_text": options.prompt_texts[0]} if options.prompt_texts else {})
+        return orjson.dumps(body | self.options.details.prompt())
 
     def _choice(self, result: ChoiceResult) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": result.index,
             "message": self._message(result),
-            "logprobs": self._logprobs(result.logprobs) if self.options.logprobs else None,
+            "logprobs": None,
             "finish_reason": self._finish_reason(result.index, result.finish_reason),
             "stop_reason": result.stop_reason,
         }
-        if self.options.return_token_ids:
-            choice["token_ids"] = result.token_ids
-        return choice
-
-    def _logprobs(self, items: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
-        content = []
-        for item in items:
-            entry = self._token(item.token_id, item.logprob)
-            entry["top_logprobs"] = [
-                self._token(token_id, logprob)
-                for token_id, logprob in zip(item.top_token_ids, item.top_logprobs, strict=True)
-            ]
-            content.append(entry)
-        return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id)
-        return {"token": self._text(token_id), "logprob": finite(logprob), "bytes": list(data)}
+        return choice | self.options.details.choice(result)

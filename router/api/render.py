@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -17,7 +17,24 @@ from common.text.tokenizer import Tokenizer
 from router.api.text import ChoiceResult, Update, Usage
 
 DONE = b"data: [DONE]\n\n"
-MIN_LOGPROB = -9999.0  # JSON has no -inf
+
+
+class Details:
+    """What a chat's answer tells beside its text: nothing. `router/answer_details` tells more."""
+
+    are_of_tokens = False  # some belong to chunks of text
+
+    def prompt(self) -> dict[str, Any]:
+        """Fields of an answer or of the chunk that begins a choice."""
+        return {}
+
+    def chunk(self, update: Update | ChoiceResult) -> dict[str, Any]:
+        """Fields of a choice in a chunk."""
+        return {}
+
+    def choice(self, result: ChoiceResult) -> dict[str, Any]:
+        """Fields of a choice in an answer in one piece."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +44,9 @@ class RenderOptions:
     request_id: str
     model: str
     created: int
-    logprobs: bool = False
-    return_token_ids: bool = False
-    names_token_ids: bool = False  # in log-probabilities, in place of tokens' texts
     include_usage: bool = False
     continuous_usage: bool = False
-    prompt_texts: tuple[str, ...] = ()  # that the client wants to see
-    prompt_token_ids: tuple[list[int], ...] = ()
+    details: Details = field(default_factory=Details)
 
 
 def event(value: Any) -> bytes:
@@ -92,12 +105,6 @@ class Renderer(ABC):
         """Render the end of a stream that has failed."""
         return event(error) + DONE
 
-    def _text(self, token_id: int) -> str:
-        """What log-probabilities call a token."""
-        if self.options.names_token_ids:
-            return f"token_id:{token_id}"
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-
     def _event(self, choice: dict[str, Any], usage: Usage, **extra: Any) -> bytes:
         value = {**self._head, "choices": [choice], **extra}
         if self.options.continuous_usage:
@@ -105,7 +112,3 @@ class Renderer(ABC):
         elif self.options.include_usage:
             value["usage"] = None
         return event(value)
-
-
-def finite(logprob: float) -> float:
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

@@ -145,8 +145,6 @@ class GenerationBody(Body):
     user: Label | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_LABEL_CHARS)] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] | None = None
     session_id: Label | None = None
 
@@ -179,19 +177,14 @@ class ChatCompletionBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    return_prompt_text: bool | None = None
     chat_template_kwargs: TemplateKwargs = None
     reasoning_effort: Label | None = None
     verbosity: Label | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionBody:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt exclude each other"
             raise InvalidRequestError(message, "continue_final_message")
@@ -204,10 +197,6 @@ class ChatCompletionBody(GenerationBody):
     def asked_tokens(self) -> tuple[int | None, str]:
         asked = self.max_completion_tokens
         return super().asked_tokens if asked is None else (asked, "max_completion_tokens")
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def template_variables(self) -> dict[str, Any]:

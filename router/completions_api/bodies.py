@@ -8,13 +8,14 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
+from router.answer_details.details import DetailFields
 from router.api.schemas import MAX_CHOICES, MAX_LOGPROBS, GenerationBody, TokenIdField
 from router.features import COMMON_FIELDS, with_fields
 
 MAX_PROMPTS = 128
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(DetailFields, GenerationBody):
     """POST /v1/completions"""
 
     id_prefix = "cmpl-"

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.render import PlainChunks, Renderer, RenderOptions, finite
+from router.answer_details.details import finite, token_name
+from router.api.render import PlainChunks, Renderer, RenderOptions
 from router.api.text import ChoiceResult, Update, Usage
+from router.completions_api.bodies import CompletionBody
 
 
 class CompletionRenderer(Renderer):
-    """`n` choices for each prompt are shown, the best of `choices_per_prompt`."""
+    """The best `n` choices for each prompt are shown."""
 
     def __init__(
-        self, options: RenderOptions, tokenizer: Tokenizer, n: int, choices_per_prompt: int, echo: bool
+        self,
+        options: RenderOptions,
+        tokenizer: Tokenizer,
+        body: CompletionBody,
+        prompts: Sequence[list[int]],
+        shown: Sequence[str | Sequence[int]],
     ) -> None:
-        """echo: texts begin with their prompts."""
+        """shown: prompts with which texts begin, as the client gave them."""
         super().__init__(options, tokenizer, "text_completion")
-        self._echo = echo
-        self._n = n
-        self._choices_per_prompt = choices_per_prompt
-        is_plain = not (options.logprobs or options.return_token_ids or options.continuous_usage or echo)
+        self._body = body
+        self._prompts = prompts
+        self._has_logprobs = body.logprobs is not None
+        decode = partial(tokenizer.decode, skip_special=False)
+        self._shown = [each if isinstance(each, str) else decode(each) for each in shown]
+        self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}  # which come with a prompt's first choice
+        is_plain = not (self._has_logprobs or body.return_token_ids or options.continuous_usage or shown)
         self._plain = PlainChunks(self._head, b'"text":', b"", options.include_usage) if is_plain else None
         self._offsets: dict[int, int] = {}  # characters shown so far, for text_offset
 
@@ -35,23 +46,26 @@ class CompletionRenderer(Renderer):
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
         text = update.text
-        prompt_index = index // self._choices_per_prompt
-        if is_first and self._echo:
-            text = self.options.prompt_texts[prompt_index] + text
+        prompt_index = index // self._body.per_prompt
+        if is_first:
+            self._take_prompt_logprobs(prompt_index, update)
+            text = self._begin(prompt_index) + text
         choice = self._choice(index, text, update, offset, prompt_index if is_first else None)
-        if is_first and self.options.return_token_ids:
-            choice["prompt_token_ids"] = self.options.prompt_token_ids[prompt_index]
+        if is_first and self._body.return_token_ids:
+            choice["prompt_token_ids"] = self._prompts[prompt_index]
         self._offsets[index] = offset + len(text)
         return self._event(choice, usage)
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         choices = []
-        for result in best_results(results, self._n):
-            text = self.options.prompt_texts[result.prompt_index] + result.text if self._echo else result.text
+        for result in results:
+            self._take_prompt_logprobs(result.prompt_index, result)
+        for result in best_results(results, self._body.n or 1):
+            text = self._begin(result.prompt_index) + result.text
             choice = self._choice(result.index, text, result, 0, result.prompt_index)
             choice["stop_reason"] = result.stop_reason
-            if self.options.return_token_ids:
-                choice["prompt_token_ids"] = self.options.prompt_token_ids[result.prompt_index]
+            if self._body.return_token_ids:
+                choice["prompt_token_ids"] = self._prompts[result.prompt_index]
             choices.append(choice)
         return orjson.dumps({**self._head, "choices": choices, "usage": usage.as_dict()})
 
@@ -62,22 +76,29 @@ class CompletionRenderer(Renderer):
         choice: dict[str, Any] = {
             "index": index, "text": text, "logprobs": None, "finish_reason": update.finish_reason,
         }  # fmt: skip
-        if self.options.logprobs:
-            shows_prompt = self._echo and prompt_index is not None
-            before = self._prompt_items(prompt_index or 0, update.prompt_logprobs) if shows_prompt else []
+        if self._has_logprobs:
+            shows_prompt = bool(self._shown) and prompt_index is not None
+            before = self._prompt_items(prompt_index or 0) if shows_prompt else []
             choice["logprobs"] = self._logprobs([*before, *update.logprobs], offset)
             if shows_prompt:  # nothing comes before the first token that could have predicted it
                 choice["logprobs"]["token_logprobs"][0] = None
                 choice["logprobs"]["top_logprobs"][0] = None
         if update.stop_reason is not None:
             choice["stop_reason"] = update.stop_reason
-        if self.options.return_token_ids:
+        if self._body.return_token_ids:
             choice["token_ids"] = update.token_ids
         return choice
 
-    def _prompt_items(self, prompt_index: int, items: Sequence[pb.TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    def _begin(self, prompt_index: int) -> str:
+        return self._shown[prompt_index] if self._shown else ""
+
+    def _take_prompt_logprobs(self, prompt_index: int, update: Update | ChoiceResult) -> None:
+        if update.prompt_logprobs:
+            self._prompt_logprobs[prompt_index] = update.prompt_logprobs
+
+    def _prompt_items(self, prompt_index: int) -> list[pb.TokenLogprobs]:
         """Build one entry per prompt token; a worker may leave out the first one, which has no logprob."""
-        token_ids = self.options.prompt_token_ids[prompt_index]
+        token_ids, items = self._prompts[prompt_index], self._prompt_logprobs.get(prompt_index, ())
         known = items[len(items) - (len(token_ids) - 1) :] if items else []
         return [pb.TokenLogprobs(token_id=token_ids[0]), *known]
 
@@ -86,12 +107,12 @@ class CompletionRenderer(Renderer):
         offsets: list[int] = []
         tops: list[dict[str, float] | None] = []
         for item in items:
-            token = self._text(item.token_id)
+            token = self._name(item.token_id)
             tokens.append(token)
             offsets.append(offset)
             offset += len(self._tokenizer.token_bytes(item.token_id).decode("utf-8", "replace"))
             top = {
-                self._text(token_id): finite(logprob)
+                self._name(token_id): finite(logprob)
                 for token_id, logprob in zip(item.top_token_ids, item.top_logprobs, strict=True)
             }
             top.setdefault(token, finite(item.logprob))
@@ -102,6 +123,9 @@ class CompletionRenderer(Renderer):
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _name(self, token_id: int) -> str:
+        return token_name(self._body, self._tokenizer, token_id)
 
 
 def best_results(results: Sequence[ChoiceResult], n: int) -> list[ChoiceResult]:

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from common.text.tokenizer import Tokenizer
 from router.api.prompts import text_prompt
+from router.api.render import Details
 from router.api.sampling import checked_ids
 from router.completions_api.bodies import COMPLETION_BODY, CompletionBody
 from router.completions_api.renderer import CompletionRenderer
@@ -30,8 +31,8 @@ def add_completion_route(routes: Routes, gateway: Gateway) -> None:
         features = await gateway.features(http, model, body, len(prompts) * body.per_prompt)
         request = gateway.request(http, model, body, features, prompts, body.per_prompt, arrival)
         shown = () if not body.echo else body.prompts if prompts is encoded else prompts  # cut ones as they are
-        options = gateway.options(request, model, body, prompts, shown, body.logprobs is not None)
-        renderer = CompletionRenderer(options, model.tokenizer, body.n or 1, body.per_prompt, bool(body.echo))
+        options = gateway.options(request, model, body, Details())
+        renderer = CompletionRenderer(options, model.tokenizer, body, prompts, shown)
         return gateway.respond(http, request, renderer, bool(body.stream))
 
     routes.add("POST", "/v1/completions", completions, "the continuation of a text", COMPLETION_BODY)

@@ -361,13 +361,12 @@ async def test_other_choices_of_a_prompt_start_when_it_is_computed() -> None:
     (decode,) = router.decode
     request, sink = router.request(num_choices=3)
     assert [choice.state for choice in request.choices] == [State.DECODE, State.NEW, State.NEW]
-    logprobs = [pb.TokenLogprobs(token_id=2, logprob=-1.0)]
-    decode.says("a", prompt_logprobs=logprobs)
+    decode.says("a")
     assert len(decode.submits) == 1  # first the rest of the report: KV events
     await asyncio.sleep(0)
     assert [choice.state for choice in request.choices] == [State.DECODE] * 3
     decode.says("c")
-    assert sink.updates[-1] == (2, Update("c", [ord("c")], [], logprobs))
+    assert sink.updates[-1] == (2, Update("c", [ord("c")], [], []))
     request.close()
     assert router.is_quiet()
 

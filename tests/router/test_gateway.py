@@ -67,6 +67,7 @@ async def test_stop_in_the_last_token_and_text_held_back_until_the_end() -> None
         assert text_of(await c.events(stop="e!")) == "abcde"
 
 
+@pytest.mark.wing("router.answer_details")
 async def test_chat_logprobs(c: Cluster) -> None:
     answer = await c.openai.chat.completions.create(
         model="dry-run", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=2, seed=3

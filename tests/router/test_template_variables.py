@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.harness.router import DRY_RUN, cluster
 
 
+@pytest.mark.wing("router.answer_details")
 async def test_advice_is_a_variable_of_templates_that_read_it() -> None:
     template = "{{ messages[0].content }}{{ reasoning_effort | default('medium') }}{{ verbosity }}"
     async with cluster(tokenizer=DRY_RUN.with_templates({"default": template})) as c:

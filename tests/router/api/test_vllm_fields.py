@@ -17,6 +17,7 @@ def last_prompt(c: Cluster) -> list[int]:
     return list(unpack_ids(c.decode[0].submits[-1].prompt_token_ids))
 
 
+@pytest.mark.wing("router.answer_details")
 async def test_log_probabilities_may_name_token_ids() -> None:
     async with cluster(script=Script(reply=list(b"abc"))) as c:
         asked: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 3}
@@ -26,6 +27,7 @@ async def test_log_probabilities_may_name_token_ids() -> None:
         assert all(top["token"].startswith("token_id:") for entry in chat for top in entry["top_logprobs"])
 
 
+@pytest.mark.wing("router.answer_details")
 async def test_the_text_of_a_prompt_is_shown(c: Cluster) -> None:
     answer = (await c.chat("Hi", return_prompt_text=True)).json()
     assert answer["prompt_text"] == DRY_RUN.decode(last_prompt(c), False) == "<bos><user>Hi<assistant>"

@@ -131,7 +131,7 @@ async def test_what_clients_do_wrong_is_not(caplog: pytest.LogCaptureFixture) ->
     "fields",
     [
         {},
-        {"stream": True, "logprobs": True},
+        pytest.param({"stream": True, "logprobs": True}, marks=pytest.mark.wing("router.answer_details")),
         pytest.param({"stop": "x", "n": 2}, marks=pytest.mark.wing("router.stop_strings")),
     ],
     ids=str,

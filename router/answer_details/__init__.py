@@ -1,0 +1,1 @@
+"""What answers tell beside their text: log-probabilities, token ids, the prompt."""
