@@ -40,10 +40,6 @@ class ServeConfig(Settings):
         0, "Prometheus port of the first worker; prefill workers, decode workers, the node agent and the router take "
         "it and the next ones; 0: none (the router has /metrics on its own port, too, where it may need the API key)"
     )  # fmt: skip
-    exit_on_failure: bool = setting(
-        False,
-        "when a service dies, stop the others and exit with 1 (for a supervisor above); else start it again",
-    )
     verbose: bool = setting(False, "show the services' logs while they start")
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from cli.cluster.flags import GROUPS, no_gpus, parse_config
 from cli.cluster.plan import ClusterConfig, plan_cluster, workers_of
 from cli.cluster.ports import LOOPBACK, check_port
 from cli.cluster.progress import StartDisplay
-from cli.cluster.supervisor import StartError, Supervisor
+from cli.cluster.supervisor import StartError, Supervisor, until_death
 from common.errors import ConfigError
 from common.logging import write_line
 from common.model_files import DEFAULT_MODEL_NAME, resolve_model
@@ -48,7 +48,8 @@ def run(argv: Sequence[str]) -> int:
         display = kind_of_display([spec.name for spec in specs], config.serve.verbose, config.worker.log_format)
         for line in placed:
             display.tell(line)
-        supervisor = Supervisor(specs, display, config.serve.exit_on_failure)
+        keep = call_wing("cli.restarts.restarts:restarts", config.serve) or until_death
+        supervisor = Supervisor(specs, display, keep)
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
     return 0
 

@@ -1,14 +1,15 @@
-"""Supervisor of a set of services: start, restart what ends, stop in order.
+"""Supervisor of a set of services: start, wait until one ends, stop in order.
 
 Knows processes, health targets and exit codes; not what the services do, nor what their flags mean. Calls
-`common.net.healthcheck` for readiness and `RestartPolicy` for every decision about a death.
+`common.net.healthcheck` for readiness.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from cli.cluster.progress import StartDisplay
 from cli.cluster.service import Service, ServiceSpec
@@ -18,8 +19,6 @@ from common.wings import from_wing
 
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
-FIRST_DELAY_SECONDS = 0.5
-MAX_DELAY_SECONDS = 10.0
 
 
 class StartError(MiniInferError):
@@ -35,32 +34,16 @@ class ServiceDiedError(MiniInferError):
     """A service died, and the cluster is to end with it."""
 
 
-class RestartPolicy:
-    """Decides after each death of one service how long to wait before its restart. Pure; it never gives up.
-
-    The first restart is immediate, because open streams wait for it. Every further death doubles the delay, from
-    FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS. A service that was ready for longer than that starts afresh.
-    """
-
-    _delay = 0.0
-
-    def next_delay(self, ready_seconds: float) -> float:
-        """Seconds to wait after a death. `ready_seconds`: how long the service had been ready; 0: it never was."""
-        delay = 0.0 if ready_seconds > MAX_DELAY_SECONDS else self._delay
-        self._delay = min(max(FIRST_DELAY_SECONDS, 2 * delay), MAX_DELAY_SECONDS)
-        return delay
-
-
 class Supervisor:
     """`start`, then `run` until the event is set, then `stop`. `stop` is due whatever happened before.
 
-    exit_on_failure: the first death ends `run`; else a service that dies is restarted, without limit.
+    keep: what becomes of each service once it is ready.
     """
 
-    def __init__(self, specs: Sequence[ServiceSpec], display: StartDisplay, exit_on_failure: bool = False) -> None:
+    def __init__(self, specs: Sequence[ServiceSpec], display: StartDisplay, keep: Keep) -> None:
+        self.display = display
         self._services = [Service(spec, display) for spec in specs]
-        self._display = display
-        self._exit_on_failure = exit_on_failure
+        self._keep = keep
 
     async def start(self) -> None:
         """Start all services; returns when all are ready. Raises StartError for one that ends."""
@@ -72,9 +55,9 @@ class Supervisor:
             raise errors.exceptions[0] from None  # the first death explains; the others were cancelled by it
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Start again what ends until `stopping` is set. Raises ServiceDiedError with `exit_on_failure`."""
-        tasks: list[asyncio.Task[object]] = [asyncio.create_task(self._keep(service)) for service in self._services]
-        tasks.append(asyncio.create_task(stopping.wait()))
+        """Keep all services until `stopping` is set. Raises ServiceDiedError where one ends for good."""
+        waits: list[Coroutine[Any, Any, object]] = [self._keep(self, service) for service in self._services]
+        tasks = [asyncio.create_task(wait) for wait in (*waits, stopping.wait())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -97,12 +80,12 @@ class Supervisor:
 
     async def _start_one(self, service: Service) -> None:
         name = service.spec.name
-        self._display.state(name, "starting")
-        if not await self._spawn(service):
-            self._display.state(name, "failed")
-            raise StartError(_death(service, await service.wait(), was_ready=False), name, service.tail)
+        self.display.state(name, "starting")
+        if not await self.spawn(service):
+            self.display.state(name, "failed")
+            raise StartError(death(service, await service.wait(), was_ready=False), name, service.tail)
 
-    async def _spawn(self, service: Service) -> bool:
+    async def spawn(self, service: Service) -> bool:
         """Start a service; whether it became ready. If not, it has ended."""
         await service.spawn()
         ready = asyncio.create_task(_until_ready(service.spec.health_target))
@@ -111,7 +94,7 @@ class Supervisor:
             await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 return False
-            self._display.state(service.spec.name, "ready")
+            self.display.state(service.spec.name, "ready")
             return True
         finally:
             ready.cancel()
@@ -119,24 +102,15 @@ class Supervisor:
 
     async def _stop_one(self, service: Service, max_grace_seconds: float) -> None:
         await service.stop(min(service.spec.grace_seconds, max_grace_seconds))
-        self._display.state(service.spec.name, "stopped")
+        self.display.state(service.spec.name, "stopped")
 
-    async def _keep(self, service: Service) -> None:
-        policy = RestartPolicy()
-        loop = asyncio.get_running_loop()
-        is_ready, since = True, loop.time()  # `start` has seen it
-        while True:
-            code = await service.wait()
-            if is_ready and code == 0:  # it was asked to end: a drained worker has finished its requests
-                self._display.line("serve", f"{service.spec.name} ended normally: replacing it now")
-            else:
-                death = _death(service, code, is_ready)
-                if self._exit_on_failure:
-                    raise ServiceDiedError(death)
-                delay = policy.next_delay(loop.time() - since if is_ready else 0.0)
-                self._display.line("serve", f"{death}; restarting it {f'in {delay:g} s' if delay else 'now'}")
-                await asyncio.sleep(delay)
-            is_ready, since = await self._spawn(service), loop.time()
+
+Keep = Callable[[Supervisor, Service], Coroutine[Any, Any, None]]
+
+
+async def until_death(_: Supervisor, service: Service) -> None:
+    """Raise ServiceDiedError when the service ends. `cli/restarts` starts it again."""
+    raise ServiceDiedError(death(service, await service.wait(), was_ready=True))
 
 
 async def _until_ready(target: str) -> None:
@@ -144,7 +118,7 @@ async def _until_ready(target: str) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _death(service: Service, code: int, was_ready: bool) -> str:
+def death(service: Service, code: int, was_ready: bool) -> str:
     """Describe a death. The last line written before the service was ready is its reason; later ones may be any."""
     name = service.spec.name
     if was_ready:

@@ -8,7 +8,7 @@ from cli.cluster.child import child_command
 from cli.cluster.progress import StartDisplay
 from cli.cluster.serve import run_directory
 from cli.cluster.service import ServiceSpec
-from cli.cluster.supervisor import Supervisor
+from cli.cluster.supervisor import Supervisor, until_death
 
 
 async def main() -> None:
@@ -24,7 +24,7 @@ async def main() -> None:
             )
             for port in ports
         ]
-        supervisor = Supervisor(specs, StartDisplay([spec.name for spec in specs], show_logs=False))
+        supervisor = Supervisor(specs, StartDisplay([spec.name for spec in specs], show_logs=False), until_death)
         await supervisor.start()
         print(f"ready {path}", flush=True)
         await supervisor.run(asyncio.Event())
