@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
@@ -15,15 +14,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from common.metrics import CONTENT_TYPE
-from common.model_files import DRY_RUN_MODEL_NAME
 from common.wings import call_wing
-from router.config import ROLES
 from router.features import CHAT_BODY
 from router.gateway import Gateway
 from router.http.errors import HttpError, error_response, log_if_internal, status_of
 from router.http.routes import Application, HoldBody, Routes, json_response
 from router.served_model import ServedModel
-from router.workers.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
 # What adds the routes of each wing that has some; the last one describes those before it.
@@ -122,25 +118,6 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
 def _add_operator_routes(routes: Routes, gateway: Gateway) -> None:
     """Add the routes for who runs the router: its health, its metrics."""
 
-    async def healthz(_: Request) -> Response:
-        first = gateway.models[0]
-        infos = first.workers.infos()
-        cuda_graphs = all(info.cuda_graphs for info in infos) if infos else None
-        return json_response(
-            {
-                "status": "ok",
-                "model": first.name,
-                "roles": _roles(first.workers.links),
-                "quantization": infos[0].quantization if infos else None,
-                "cuda_graphs": cuda_graphs,
-                # The same under the names of the flags.
-                "use_cuda_graph": cuda_graphs,
-                "quant_mode": infos[0].quantization if infos else None,
-                "dry": infos[0].model == DRY_RUN_MODEL_NAME if infos else None,
-                "models": {model.name: _roles(model.workers.links) for model in gateway.base_models},
-            }
-        )
-
     async def livez(_: Request) -> Response:
         return json_response({"status": "ok"})
 
@@ -153,14 +130,7 @@ def _add_operator_routes(routes: Routes, gateway: Gateway) -> None:
     async def metrics(_: Request) -> Response:
         return Response(gateway.metrics_text(), headers={"content-type": CONTENT_TYPE})
 
-    routes.add("GET", "/healthz", healthz, "what is served by how many workers")
     routes.add("GET", "/livez", livez, "200 while the router runs")
     routes.add("GET", "/readyz", ready, "200 while requests for any model can be served")
     routes.add("GET", "/health", ready, "the same")
     routes.add("GET", "/metrics", metrics, "metrics for Prometheus")
-
-
-def _roles(links: Sequence[WorkerLink]) -> dict[str, int]:
-    """Number of attached workers of each role."""
-    roles = Counter(link.role for link in links if link.info is not None)
-    return {role: roles[role] for role in ROLES}

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from common.errors import DeadlineExceededError, EngineError, MiniInferError, OverloadedError, UnavailableError
 from common.logging import RateLimit, about
+from common.wings import call_wing
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText, Update
@@ -29,9 +30,6 @@ from router.workers.worker_link import Leg, WorkerLink
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
 RETRYABLE = (WorkerLostError, OverloadedError)  # another worker may do better
-# A worker that was lost after so long without a step stood still; what a grammar costs shows in its first tokens.
-SILENT_SECONDS = 1.0
-FIRST_TOKENS = 4
 
 
 class State(Enum):
@@ -219,17 +217,13 @@ class Choice:
             lost = WorkerLostError(f"prefill failed: {error}")
             lost.__cause__ = error
             error = lost
-        if isinstance(error, WorkerLostError) and self._is_suspect(leg, time.monotonic()):
-            return EngineError("the worker stood still in the first steps of this request's grammar, then was lost")
+        if isinstance(error, WorkerLostError):
+            suspicion: EngineError | None = call_wing("router.grammar.suspects:suspicion", self.journal, leg)
+            if suspicion is not None:
+                return suspicion
         if isinstance(error, RETRYABLE):
             self._lost.add(leg.link.worker_id)
         return error
-
-    def _is_suspect(self, leg: Leg, now: float) -> bool:
-        """Whether this choice's grammar may be what a worker stood still over: no other worker is given it."""
-        num_new = len(self.journal.output_token_ids) - leg.num_tokens_at_first if leg.first_time else 0
-        silent_seconds = now - max(leg.link.last_step, leg.opened)
-        return bool(self.journal.sampling.grammar) and num_new < FIRST_TOKENS and silent_seconds > SILENT_SECONDS
 
     def _allow_retry(self, error: MiniInferError) -> None:
         """Allow another try, or raise the error that ends the choice."""

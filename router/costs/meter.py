@@ -49,6 +49,7 @@ class WorkerMeter(Meter):
             meter_of(leg.next_link).expect(leg, work)
 
     def handed_over(self, leg: Leg) -> None:
+        """A leg will go on at its `next_link`, which it had not when it was opened."""
         assert leg.next_link is not None
         meter_of(leg.next_link).expect(leg, self._work[leg.leg_id])
 

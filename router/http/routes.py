@@ -23,7 +23,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 ErrorHandler = Callable[[Scope, Exception], Response]
 HoldBody = Callable[[Scope, Receive], AbstractContextManager[Receive]]
 NO_QUERY: Mapping[str, Any] = MappingProxyType({})
-OPEN_PATHS = frozenset({b"/healthz", b"/health", b"/readyz", b"/livez", b"/ping"})  # which need no API key
+OPEN_PATHS = frozenset({b"/health", b"/readyz", b"/livez"})  # which need no API key
 
 
 def json_response(value: Any, status: int = 200) -> Response:

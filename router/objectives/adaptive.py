@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from protos import types_pb2 as pb
 from router.choice import Choice, State
 from router.config import RouterConfig
 from router.costs.meter import meter_of
@@ -91,8 +92,8 @@ def kept_leg(choice: Choice) -> Leg | None:
 
 
 def move(choice: Choice, chosen: Candidate) -> None:
-    """Let its worker hand the choice over; it goes on with the token that ends its leg."""
-    if choice.leg is None:
+    """Ask its worker to end the leg with its next token and a handle, so that the choice goes on elsewhere."""
+    if (leg := kept_leg(choice)) is None or leg.link.stream is None:
         return
     try:
         target = choice.dispatcher.link(chosen.decode)
@@ -102,7 +103,10 @@ def move(choice: Choice, chosen: Candidate) -> None:
     roles = choice.dispatcher.roles
     assert isinstance(roles, PolicyRoles)  # of this wing
     roles.on_decision(choice.journal, Decision(chosen, (chosen,), "move"))
-    choice.leg.link.hand_over(choice.leg, target)
+    leg.next_link = target
+    target.num_expected += 1
+    meter_of(leg.link).handed_over(leg)
+    leg.link.stream.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
 
 def _request(choice: Choice, answers: AnswerLength, seconds_here: float) -> KeptRequest:

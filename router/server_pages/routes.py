@@ -1,7 +1,9 @@
-"""GET /ping, /version, /load and /tokenizer_info in vLLM's shapes, and /server_info with the project's settings."""
+"""GET /healthz, /ping, /version, /load and /tokenizer_info, and /server_info with the project's settings."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,13 +12,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common import VERSION
+from common.model_files import DRY_RUN_MODEL_NAME
+from router.config import ROLES
 from router.gateway import Gateway
 from router.http.routes import Routes, json_response
+from router.workers.worker_link import WorkerLink
 
 SECRETS = frozenset({"api_key", "cluster_token"})
 
 
 def add_server_pages(routes: Routes, gateway: Gateway) -> None:
+    async def healthz(_: Request) -> Response:
+        first = gateway.models[0]
+        infos = first.workers.infos()
+        cuda_graphs = all(info.cuda_graphs for info in infos) if infos else None
+        return json_response(
+            {
+                "status": "ok",
+                "model": first.name,
+                "roles": _roles(first.workers.links),
+                "quantization": infos[0].quantization if infos else None,
+                "cuda_graphs": cuda_graphs,
+                # The same under the names of the flags.
+                "use_cuda_graph": cuda_graphs,
+                "quant_mode": infos[0].quantization if infos else None,
+                "dry": infos[0].model == DRY_RUN_MODEL_NAME if infos else None,
+                "models": {model.name: _roles(model.workers.links) for model in gateway.base_models},
+            }
+        )
+
     async def ping(_: Request) -> Response:
         """Amazon SageMaker's probe: an empty body."""
         is_ready = any(model.workers.usable("decode") for model in gateway.base_models)
@@ -58,9 +82,17 @@ def add_server_pages(routes: Routes, gateway: Gateway) -> None:
         }
         return json_response(info)
 
+    routes.open_paths |= {b"/healthz", b"/ping"}
+    routes.add("GET", "/healthz", healthz, "what is served by how many workers")
     routes.add("GET", "/ping", ping, "200 while requests for any model can be served, without a body")
     routes.add("GET", "/version", version, "the router's version")
     routes.add("GET", "/load", load, "how many choices are open")
     routes.add("GET", "/server_info", server_info, "the router's settings and the facts that workers announce")
     told = "special tokens and chat template of a model"
     routes.add("GET", "/tokenizer_info", tokenizer_info, told, query={"model": ""})
+
+
+def _roles(links: Sequence[WorkerLink]) -> dict[str, int]:
+    """Number of attached workers of each role."""
+    roles = Counter(link.role for link in links if link.info is not None)
+    return {role: roles[role] for role in ROLES}

@@ -60,9 +60,6 @@ class Meter:
     def submitted(self, leg: Leg, message: pb.Submit, num_new_tokens: int) -> None:
         """A leg has been opened. num_new_tokens: of its prompt, which are to be computed."""
 
-    def handed_over(self, leg: Leg) -> None:
-        """A leg will go on at its `next_link`, which it had not when it was opened."""
-
     def began(self, leg: Leg, times: pb.RequestTimes) -> None:
         """A leg's first delta is here."""
 
@@ -148,15 +145,6 @@ class WorkerLink:
             next_link.num_expected += 1
         self.stream.send(pb.Command(submit=message))
         return leg
-
-    def hand_over(self, leg: Leg, next_link: WorkerLink) -> None:
-        """Ask the worker to end the leg with its next token and a handle, so that it goes on at `next_link`."""
-        if leg.leg_id not in self._legs or leg.next_link is not None or self.stream is None:
-            return
-        leg.next_link = next_link
-        next_link.num_expected += 1
-        self.meter.handed_over(leg)
-        self.stream.send(pb.Command(hand_over=pb.HandOver(request_id=leg.leg_id)))
 
     def close(self, leg: Leg) -> bool:
         """Forget the leg and tell the worker. False: the worker does not have it (any more)."""

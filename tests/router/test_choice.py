@@ -183,6 +183,7 @@ async def test_what_a_closed_leg_still_says_reaches_nobody_and_its_kv_is_release
     assert router.is_quiet()
 
 
+@pytest.mark.wing("router.grammar")
 async def test_a_grammar_that_may_have_stopped_a_worker_is_not_given_to_another() -> None:
     """What else was there goes on elsewhere, also an answer that has followed a grammar for a while."""
     router = Router(decode=2)

@@ -155,12 +155,6 @@ async def test_models_and_health() -> None:
         assert (await c.openai.models.retrieve("dry-run")).id == "dry-run"
         with pytest.raises(openai.NotFoundError):
             await c.openai.models.retrieve("other")
-        health = (await c.http.get("/healthz")).json()
-        assert health == {
-            "status": "ok", "model": "dry-run", "roles": {"prefill": 1, "decode": 1}, "quantization": "none",
-            "cuda_graphs": False, "use_cuda_graph": False, "quant_mode": "none", "dry": True,
-            "models": {"dry-run": {"prefill": 1, "decode": 1}},
-        }  # fmt: skip
         for name in ("dry-run", "mini-infer", "default"):
             assert (await c.chat(model=name, max_tokens=1)).status_code == 200
         for path in ("/health", "/readyz", "/livez", "/metrics"):

@@ -7,8 +7,29 @@ import asyncio
 from common import VERSION
 from tests.harness.router import DRY_RUN, cluster
 from tests.harness.scripted_worker import Script
+from tests.router.test_served_models import both
 
 KEY = {"authorization": "Bearer a-key"}
+
+
+async def test_healthz_says_what_is_served_by_how_many_workers() -> None:
+    async with cluster(num_prefill=1, api_key="a-key") as c:
+        health = (await c.http.get("/healthz")).json()
+        assert health == {
+            "status": "ok", "model": "dry-run", "roles": {"prefill": 1, "decode": 1}, "quantization": "none",
+            "cuda_graphs": False, "use_cuda_graph": False, "quant_mode": "none", "dry": True,
+            "models": {"dry-run": {"prefill": 1, "decode": 1}},
+        }  # fmt: skip
+
+
+async def test_healthz_counts_the_workers_of_each_model() -> None:
+    async with both() as c:
+        one = {"prefill": 0, "decode": 1}
+        health = (await c.http.get("/healthz")).json()
+        assert (health["model"], health["roles"], health["models"]) == ("dry-run", one, {"dry-run": one, "smol": one})
+        await c.decode[1].kill()
+        await c.until(lambda: not c.gateway.models[1].workers.usable("decode"))
+        assert (await c.http.get("/healthz")).json()["models"]["smol"] == {"prefill": 0, "decode": 0}
 
 
 async def test_ping_needs_no_key_and_follows_the_workers() -> None:
