@@ -26,6 +26,7 @@ COMMON_FIELDS = (
     "router.grammar.answer_format:AnswerFields",
 )
 CHAT_FIELDS = (
+    "router.message_parts.messages:MessageFields",
     "router.tools.tools:ToolFields",
     "router.reasoning.reasoning_part:ReasoningFields",
     "router.answer_details.details:ChatDetailFields",

@@ -30,7 +30,7 @@ async def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, by the model's template. Raises InvalidRequestError when there are none."""
-    plain = [_template_message(message) for message in messages]
+    plain = [message.for_template() for message in messages]
     num_chars = sum(len(message["content"]) for message in plain) + (len(orjson.dumps(tools)) if tools else 0)
     _refuse_hopeless(num_chars, limits, "messages")
 
@@ -69,34 +69,3 @@ async def _maybe_on_thread(encode: Callable[[], list[int]], num_chars: int) -> l
     if num_chars <= INLINE_CHARS:
         return encode()
     return await asyncio.to_thread(encode)
-
-
-def _template_message(message: Message) -> dict[str, Any]:
-    """The form that chat templates expect: content is a string, call arguments are objects."""
-    content = message.refusal if message.content is None else message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": content or ""}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    if message.reasoning is not None:
-        plain.setdefault("reasoning_content", message.reasoning)
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return plain
-
-
-def _arguments(text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text  # what a model once wrote; the template shows it as it is

@@ -50,67 +50,33 @@ class TextPart(Body):
     text: str
 
 
-class RefusalPart(Body):
-    """What an assistant said instead of an answer."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-class FunctionCall(Body):
-    name: Label
-    arguments: str
-    parsed_arguments: Any = None  # what the openai package has made of them
-
-
-class ToolCall(Body):
-    id: Label
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None  # from a stream
+CONTENT = Field(description=f"a text or a list of at most {MAX_MESSAGES} parts; only text parts are supported")
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | Annotated[list[TextPart | RefusalPart], Field(max_length=MAX_MESSAGES)] | None,
-        Field(description=f"a text or a list of at most {MAX_MESSAGES} parts; only text parts are supported"),
-    ] = None
+    """What somebody said. `router/message_parts` knows more of it than its text."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None, CONTENT] = None
     name: Label | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_LIST)] | None = None
-    tool_call_id: Label | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same by another name
-    # Answers of OpenAI's that clients send back as they are have these.
-    annotations: Any = None
-    audio: None = None
-    parsed: Any = None  # what the openai package has made of the content
-    function_call: None = None
+
+    @property
+    def lacks_content(self) -> bool:
+        return self.content is None
+
+    def for_template(self) -> dict[str, Any]:
+        """The form that chat templates expect: content is a string."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Tool results must answer a call, and only an assistant's message may lack content."""
-    calls: set[str] = set()
+    """Raise InvalidRequestError for a message without content."""
     for index, message in enumerate(messages):
-        where = f"messages.{index}"
-        if message.role == "assistant":
-            calls |= {call.id for call in message.tool_calls or ()}
-        elif message.tool_calls:
-            raise InvalidRequestError("only assistant messages have tool_calls", f"{where}.tool_calls")
-        elif isinstance(message.content, list) and any(isinstance(part, RefusalPart) for part in message.content):
-            raise InvalidRequestError("only assistant messages have refusal parts", f"{where}.content")
-        may_be_empty = message.role == "assistant" and (message.tool_calls or message.refusal)
-        if message.content is None and not may_be_empty:
-            raise InvalidRequestError(f"the {message.role} message has no content", f"{where}.content")
-        if message.role == "tool" and message.tool_call_id not in calls:
-            raise InvalidRequestError("this tool result answers no tool call before it", f"{where}.tool_call_id")
+        if message.lacks_content:
+            raise InvalidRequestError(f"the {message.role} message has no content", f"messages.{index}.content")
 
 
 class StreamOptions(Body):

@@ -13,11 +13,10 @@ from router.api.schemas import (
     MAX_MESSAGES,
     Body,
     Label,
-    Message,
     TemplateKwargs,
     TokenIdField,
-    check_messages,
 )
+from router.message_parts.messages import Message, check_messages
 from router.truncation.truncation import TruncationFields
 
 MAX_INPUTS = 2048  # of a request, as OpenAI's API has it

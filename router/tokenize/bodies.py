@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.schemas import MAX_MESSAGES, Body, Label, Message, TemplateKwargs, TokenIdField, check_messages
+from router.api.schemas import MAX_MESSAGES, Body, Label, TemplateKwargs, TokenIdField
+from router.message_parts.messages import Message, check_messages
 
 
 class TokenizeBody(Body):

@@ -1,0 +1,115 @@
+"""Messages of a conversation with tools, and answers as clients send them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import ConfigDict, Field, model_validator
+
+from common.errors import InvalidRequestError
+from router.api import schemas
+from router.api.schemas import CONTENT, MAX_LIST, MAX_MESSAGES, Body, Label, TextPart
+
+
+class RefusalPart(Body):
+    """What an assistant said instead of an answer."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class FunctionCall(Body):
+    name: Label
+    arguments: str
+    parsed_arguments: Any = None  # what the openai package has made of them
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: arguments are an object."""
+        try:
+            arguments = orjson.loads(self.arguments)
+        except orjson.JSONDecodeError:
+            arguments = self.arguments  # what a model once wrote; the template shows it as it is
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(Body):
+    id: Label
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # from a stream
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Content = Annotated[str | Annotated[list[TextPart | RefusalPart], Field(max_length=MAX_MESSAGES)] | None, CONTENT]
+
+
+class Message(schemas.Message):
+    role: Role  # type: ignore[assignment]  # more of them
+    content: Content = None  # type: ignore[assignment]  # more kinds of parts
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_LIST)] | None = None
+    tool_call_id: Label | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by another name
+    # Answers of OpenAI's that clients send back as they are have these.
+    annotations: Any = None
+    audio: None = None
+    parsed: Any = None  # what the openai package has made of the content
+    function_call: None = None
+
+    @property
+    def lacks_content(self) -> bool:
+        may_be_empty = self.role == "assistant" and (self.tool_calls or self.refusal)
+        return self.content is None and not may_be_empty
+
+    def for_template(self) -> dict[str, Any]:
+        plain = super().for_template()
+        if self.content is None:
+            plain["content"] = self.refusal or ""
+        if self.reasoning_content is not None:
+            plain["reasoning_content"] = self.reasoning_content
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        if self.reasoning is not None:
+            plain.setdefault("reasoning_content", self.reasoning)
+        if self.tool_calls:
+            plain["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": call.function.for_template()}
+                for call in self.tool_calls
+            ]
+        return plain
+
+
+class MessageFields(Body):
+    """Fields of a chat request's body."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> MessageFields:
+        check_messages(self.messages)
+        return self
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Tool results must answer a call, and only an assistant's message may refuse or lack content."""
+    schemas.check_messages(messages)
+    calls: set[str] = set()
+    for index, message in enumerate(messages):
+        where = f"messages.{index}"
+        if message.role == "assistant":
+            calls |= {call.id for call in message.tool_calls or ()}
+        elif message.tool_calls:
+            raise InvalidRequestError("only assistant messages have tool_calls", f"{where}.tool_calls")
+        elif isinstance(message.content, list) and any(isinstance(part, RefusalPart) for part in message.content):
+            raise InvalidRequestError("only assistant messages have refusal parts", f"{where}.content")
+        if message.role == "tool" and message.tool_call_id not in calls:
+            raise InvalidRequestError("this tool result answers no tool call before it", f"{where}.tool_call_id")
