@@ -222,10 +222,7 @@ def random_prompts(options: argparse.Namespace, streams: int, vocab_size: int) -
 
 def asked_by(config: EngineConfig, kind: str) -> list[list[int]]:
     tokenizer = load_tokenizer(resolve_model(config.model))
-    return [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-        for text in QUESTIONS[kind]
-    ]
+    return [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in QUESTIONS[kind]]
 
 
 class Knowing(Drafter):

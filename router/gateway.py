@@ -14,6 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common.text.chat_template import NEW_ANSWER
 from common.text.tokenizer import Tokenizer
 from common.wings import call_wing, from_wing
 from protos import types_pb2 as pb
@@ -119,18 +120,8 @@ class Gateway:
 
     async def prompt_ids(self, model: ServedModel, body: ChatCompletionBody, features: Features) -> list[int]:
         """Token ids of a conversation."""
-        add_prompt = (
-            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        )
-        return await chat_prompt(
-            body.messages,
-            model.tokenizer,
-            model.limits(),
-            add_prompt,
-            bool(body.continue_final_message),
-            body.template_variables,
-            features.tools,
-        )
+        use = call_wing("router.template_options.fields:use_for", body) or NEW_ANSWER
+        return await chat_prompt(body.messages, model.tokenizer, model.limits(), use, features.tools)
 
     def request(
         self,

@@ -105,10 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     tokenizer = load_tokenizer(resolve_model(""))
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-        for question in QUESTIONS
-    ]
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS]
     config = EngineConfig(
         device="cpu",
         max_num_seqs=len(prompts),

@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +25,6 @@ from common.errors import InvalidRequestError, UnsupportedModelError
 
 _PRIVATE_USE_START, _PRIVATE_USE_COUNT = 0xF0000, 0xFFFE
 NO_TEXT = "(?!)"  # a pattern that matches nothing
-_END_OF_FINAL_MESSAGE = "\ue83e\ue9a1"
 
 
 class _GenerationBlock(Extension):
@@ -70,6 +70,28 @@ def _compiled(source: str) -> tuple[Template, frozenset[str]]:
     return environment.from_string(source), frozenset(meta.find_undeclared_variables(environment.parse(source)))
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateUse:
+    """How a template is applied to a conversation. `router/template_options` knows another way.
+
+    variables: of the template, such as `enable_thinking`, beside those that all have.
+    """
+
+    add_generation_prompt: bool = True  # the prompt ends with what begins an answer
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def before(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The messages that the template gets."""
+        return messages
+
+    def after(self, text: str) -> str:
+        """The prompt, of what the template has made of them."""
+        return text
+
+
+NEW_ANSWER = TemplateUse()
+
+
 class ChatTemplate:
     """One compiled template with the special tokens that it may use by name (`bos_token`, ...)."""
 
@@ -84,20 +106,15 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        use: TemplateUse,
     ) -> tuple[str, str]:
         """The prompt's text, and the break character in it ("" when no message needed one).
 
-        variables: further ones of the template, such as `enable_thinking`. Raises InvalidRequestError when the
-        template cannot be applied to these messages.
+        Raises InvalidRequestError when the template cannot be applied to these messages.
         """
-        if continue_final_message:
-            messages = _mark_end(messages)
         try:
-            (messages, tools, variables), breaker = self._guard.apply((messages, tools, variables or {}))
+            (messages, tools, variables), breaker = self._guard.apply((use.before(messages), tools, use.variables))
         except RecursionError:  # arguments of a call, which a model may have written
             raise InvalidRequestError("the messages hold JSON that is nested too deep", "messages") from None
         own = {
@@ -105,7 +122,7 @@ class ChatTemplate:
             "messages": messages,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": use.add_generation_prompt,
         }
         if taken := sorted(own.keys() & variables):
             raise InvalidRequestError(f"chat_template_kwargs: {taken[0]} cannot be set", "chat_template_kwargs")
@@ -117,24 +134,7 @@ class ChatTemplate:
                 f"the model's chat template cannot be applied to these messages ({type(error).__name__})",
                 "messages",
             ) from None
-        if continue_final_message:
-            text, mark, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
-            if not mark:
-                raise InvalidRequestError(
-                    "continue_final_message: the model's chat template does not show the final message",
-                    "continue_final_message",
-                )
-        return text, breaker
-
-
-def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    last = messages[-1]
-    content = last.get("content")
-    if last.get("role") != "assistant" or not isinstance(content, str):
-        raise InvalidRequestError(
-            "continue_final_message needs a final assistant message with text", "continue_final_message"
-        )
-    return [*messages[:-1], {**last, "content": content + _END_OF_FINAL_MESSAGE}]
+        return use.after(text), breaker
 
 
 class _MarkupGuard:

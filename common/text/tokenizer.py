@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from common.errors import InvalidRequestError, UnsupportedModelError
-from common.text.chat_template import NO_TEXT, ChatTemplate
+from common.text.chat_template import NEW_ANSWER, NO_TEXT, ChatTemplate, TemplateUse
 from common.text.detokenizer import Detokenizer, TokenTable
 
 
@@ -76,13 +76,10 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
+        use: TemplateUse = NEW_ANSWER,
     ) -> list[int]:
         """Token ids of the conversation. Special tokens in them are the template's own, never a message's.
 
-        variables: of the template, beside those that all have.
         Raises InvalidRequestError when there is no template or it cannot be applied.
         """
         template = self._template(bool(tools))
@@ -90,7 +87,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", "messages", "no_chat_template"
             )
-        text, breaker = template.render(messages, tools, add_generation_prompt, continue_final_message, variables)
+        text, breaker = template.render(messages, tools, use)
         if not breaker:
             return self.encode(text, allow_special=True)
         plain = self._without_special()

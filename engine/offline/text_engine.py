@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError, InvalidRequestError
 from common.grammar.grammar import check_grammar
+from common.text.chat_template import TemplateUse
 from common.text.stop_strings import StopStringMatcher
 from common.text.tokenizer import Tokenizer
 from common.wings import require_wing
@@ -92,9 +93,7 @@ class OfflineModel:
 
     def encode_chat(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> list[int]:
         """Token ids of a conversation in the model's own template. Raises InvalidRequestError when it has none."""
-        return self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, variables=template_kwargs
-        )
+        return self.tokenizer.apply_chat_template(list(messages), use=TemplateUse(variables=template_kwargs or {}))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)

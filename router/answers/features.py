@@ -13,13 +13,14 @@ from common.wings import has_wing
 from protos import types_pb2 as pb
 from router.api.chat_renderer import ChatRenderer
 from router.api.render import RenderOptions
-from router.api.schemas import ChatCompletionBody, GenerationBody
+from router.api.schemas import GenerationBody
 from router.api.text import ChoiceText, TextRules
 from router.config import RouterConfig
 from router.features import Features
 from router.grammar.answer_format import AnswerFields, answer_grammar
 from router.grammar.answer_parts import AnswerPart, PartsRenderer, StagedText
 from router.http.errors import FIELD_NAMES, client_name
+from router.template_options.fields import TemplateFields
 from router.workers.model_workers import ModelLimits
 
 WORKERS_GRAMMAR_FIELD = "structured_outputs"
@@ -65,7 +66,7 @@ class AnswerFeatures(Features):
             reasoning = reasoning_part(body, tokenizer, tools is not None, parser)
         parts = () if reasoning is None else (reasoning,)
         no_effect: list[str] = []
-        if HAS_ADVICE and isinstance(body, ChatCompletionBody) and body.template_variables:
+        if HAS_ADVICE and isinstance(body, TemplateFields) and body.template_variables:
             known = tokenizer.template_variables(tools is not None)
             effort_field, added = "reasoning_effort", set[str]()
             if HAS_REASONING and isinstance(body, ReasoningFields):

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from common.errors import ContextLengthError, InvalidRequestError
+from common.text.chat_template import TemplateUse
 from common.text.tokenizer import Tokenizer
 from router.api.schemas import Message
 from router.workers.model_workers import ModelLimits
@@ -24,9 +25,7 @@ async def chat_prompt(
     messages: Sequence[Message],
     tokenizer: Tokenizer,
     limits: ModelLimits,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    template_kwargs: Mapping[str, Any] | None,
+    use: TemplateUse,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, by the model's template. Raises InvalidRequestError when there are none."""
@@ -35,9 +34,7 @@ async def chat_prompt(
     _refuse_hopeless(num_chars, limits, "messages")
 
     def encode() -> list[int]:
-        return tokenizer.apply_chat_template(
-            plain, tools, add_generation_prompt, continue_final_message, template_kwargs
-        )
+        return tokenizer.apply_chat_template(plain, tools, use)
 
     token_ids = await _maybe_on_thread(encode, num_chars)
     if not token_ids:

@@ -17,7 +17,6 @@ from common.errors import InvalidRequestError
 MAX_MESSAGES = 4096
 MAX_LIST = 128
 MAX_LABEL_CHARS = 512
-MAX_TEMPLATE_KWARGS = 16
 MAX_CHOICES = 128  # of a request
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -27,11 +26,6 @@ MAX_SPECULATIVE_TOKENS = 64
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
 TokenIdField = Annotated[int, Field(ge=0, lt=1 << 32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-TemplateKwargs = Annotated[
-    Annotated[dict[Label, bool | int | float | Label | None], Field(max_length=MAX_TEMPLATE_KWARGS)] | None,
-    Field(description=f"an object of at most {MAX_TEMPLATE_KWARGS} variables of the model's chat template, each a "
-          f"boolean, a number, null or a text of at most {MAX_LABEL_CHARS} characters"),
-]  # fmt: skip
 
 
 class Body(BaseModel):
@@ -143,17 +137,9 @@ class ChatCompletionBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateKwargs = None
-    reasoning_effort: Label | None = None
-    verbosity: Label | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionBody:
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt exclude each other"
-            raise InvalidRequestError(message, "continue_final_message")
         if self.max_completion_tokens and self.min_tokens and self.min_tokens > self.max_completion_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_completion_tokens", "min_tokens")
         check_messages(self.messages)
@@ -163,10 +149,3 @@ class ChatCompletionBody(GenerationBody):
     def asked_tokens(self) -> tuple[int | None, str]:
         asked = self.max_completion_tokens
         return super().asked_tokens if asked is None else (asked, "max_completion_tokens")
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template, among them what the client advises the model, which few templates read."""
-        advice = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        given = {name: value for name, value in advice.items() if value is not None}
-        return given | (self.chat_template_kwargs or {})

@@ -30,6 +30,7 @@ from router.http.errors import REQUEST_ID
 from router.http.routes import Routes
 from router.journal import Journal
 from router.served_model import ServedModel
+from router.template_options.fields import template_use
 from router.truncation.truncation import truncated
 
 CHAT = "messages"
@@ -136,9 +137,7 @@ async def _prompt_ids(
             given.messages or (),
             model.tokenizer,
             limits,
-            given.add_generation_prompt,
-            given.continue_final_message,
-            given.chat_template_kwargs,
+            template_use(given.add_generation_prompt, given.continue_final_message, given.chat_template_kwargs),
         )
     else:
         token_ids = checked_ids(given, limits.vocab_size, param)

@@ -13,10 +13,10 @@ from router.api.schemas import (
     MAX_MESSAGES,
     Body,
     Label,
-    TemplateKwargs,
     TokenIdField,
 )
 from router.message_parts.messages import Message, check_messages
+from router.template_options.fields import TemplateKwargs
 from router.truncation.truncation import TruncationFields
 
 MAX_INPUTS = 2048  # of a request, as OpenAI's API has it

@@ -19,8 +19,9 @@ from common.reasoning.reasoning_format import (
 )
 from common.reasoning.reasoning_parser import ReasoningParser, is_opened, parser_for
 from common.text.tokenizer import Tokenizer
-from router.api.schemas import Body, ChatCompletionBody, Label
+from router.api.schemas import Body, Label
 from router.api.text import ChoiceResult, Update
+from router.template_options.fields import TemplateFields
 
 NUM_END_TOKENS = 16  # of a prompt, in which its template may have opened the reasoning
 
@@ -184,7 +185,7 @@ def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool, parser: st
             message = "this model does not reason apart from its answers: its reasoning cannot be bounded"
             raise InvalidRequestError(message, "thinking_token_budget")
         return None
-    if budget is None and isinstance(body, ChatCompletionBody) and body.reasoning_effort == "none":
+    if budget is None and isinstance(body, TemplateFields) and body.reasoning_effort == "none":
         budget = 0 if _are_tokens(written, tokenizer) else None  # where the template does not heed it
     return ReasoningPart(written, tokenizer, body.is_reasoning_included, has_tools, budget)
 

@@ -7,8 +7,9 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
-from router.api.schemas import MAX_MESSAGES, Body, Label, TemplateKwargs, TokenIdField
+from router.api.schemas import MAX_MESSAGES, Body, Label, TokenIdField
 from router.message_parts.messages import Message, check_messages
+from router.template_options.fields import TemplateKwargs
 
 
 class TokenizeBody(Body):

@@ -12,6 +12,7 @@ from router.api.sampling import checked_ids
 from router.gateway import Gateway
 from router.http.body import parse_body, read_json_object
 from router.http.routes import Routes, json_response
+from router.template_options.fields import template_use
 from router.tokenize.bodies import DetokenizeBody, TokenizeBody
 
 
@@ -25,9 +26,11 @@ def add_tokenize_routes(routes: Routes, gateway: Gateway) -> None:
                 body.messages,
                 model.tokenizer,
                 limits,
-                body.add_generation_prompt and not body.continue_final_message,
-                body.continue_final_message,
-                body.chat_template_kwargs,
+                template_use(
+                    body.add_generation_prompt and not body.continue_final_message,
+                    body.continue_final_message,
+                    body.chat_template_kwargs,
+                ),
             )
         elif body.prompt:
             token_ids = await text_prompt(body.prompt, model.tokenizer, limits, body.add_special_tokens)

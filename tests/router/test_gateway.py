@@ -142,6 +142,7 @@ async def test_a_stop_token_ends_the_text_and_is_named() -> None:
         assert answer["choices"][0]["stop_reason"] == ord("c")
 
 
+@pytest.mark.wing("router.template_options")
 async def test_a_final_message_is_continued(c: Cluster) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The "}]
     await c.chat(messages=messages, continue_final_message=True)

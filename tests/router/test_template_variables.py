@@ -8,6 +8,7 @@ from tests.harness.router import DRY_RUN, cluster
 
 
 @pytest.mark.wing("router.answer_details")
+@pytest.mark.wing("router.template_options")
 async def test_advice_is_a_variable_of_templates_that_read_it() -> None:
     template = "{{ messages[0].content }}{{ reasoning_effort | default('medium') }}{{ verbosity }}"
     async with cluster(tokenizer=DRY_RUN.with_templates({"default": template})) as c:

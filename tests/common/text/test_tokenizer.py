@@ -15,6 +15,7 @@ from tokenizers import pre_tokenizers
 import common.gguf  # noqa: F401 - the default model's tokenizer is in such a file
 from common.errors import InvalidRequestError, UnsupportedModelError
 from common.model_files import ModelFiles, resolve_model
+from common.text.chat_template import TemplateUse
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer, byte_level_alphabet
 
@@ -94,7 +95,7 @@ def test_chat_template_equals_transformers(oracle: Any) -> None:
     for add_prompt in (True, False):
         text = oracle.apply_chat_template(messages, add_generation_prompt=add_prompt, tokenize=False)
         expected = oracle(text, add_special_tokens=False).input_ids
-        assert SMOL.apply_chat_template(messages, add_generation_prompt=add_prompt) == expected
+        assert SMOL.apply_chat_template(messages, use=TemplateUse(add_prompt)) == expected
 
 
 @pytest.mark.parametrize("tokenizer", [SMOL, DRY_RUN], ids=["smol", "dry-run"])
@@ -153,7 +154,8 @@ def test_variables_of_a_template() -> None:
     tokenizer = Tokenizer(SMOL._backend, bos_id=None, eos_token_ids=[2], templates={"default": template})
 
     def text(**variables: object) -> str:
-        token_ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], variables=variables)
+        use = TemplateUse(variables=variables)
+        token_ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], use=use)
         assert sum(token_id in tokenizer.special_ids for token_id in token_ids) == 1  # the template's own
         return tokenizer.decode(token_ids, skip_special=False)
 
@@ -165,13 +167,16 @@ def test_variables_of_a_template() -> None:
             text(**{taken: "y"})
 
 
+@pytest.mark.wing("router.template_options")
 def test_continue_final_message_ends_with_it() -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "The answer <|im_end|> is "}]
-    token_ids = SMOL.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    from router.template_options.continued import ContinuedMessage
+
+    token_ids = SMOL.apply_chat_template(messages, use=ContinuedMessage(False))
     assert SMOL.decode(token_ids, skip_special=False).endswith("<|im_start|>assistant\nThe answer <|im_end|> is ")
     assert token_ids.count(2) == 2  # of the system and the user message only
     with pytest.raises(InvalidRequestError):
-        SMOL.apply_chat_template(MESSAGES, continue_final_message=True)
+        SMOL.apply_chat_template(MESSAGES, use=ContinuedMessage())
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ async def test_close_ends_what_is_open(slow_llm: AsyncLLM) -> None:
 async def test_chat(llm: AsyncLLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     answer = await llm.chat(messages, SAMPLED)
-    prompt = llm.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    prompt = llm.tokenizer.apply_chat_template(messages)
     assert answer.prompt_token_ids == prompt
     assert answer.text == (await llm.generate(prompt, SAMPLED))[0].text
     with pytest.raises(InvalidRequestError, match="messages cannot be set"):

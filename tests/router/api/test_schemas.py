@@ -26,6 +26,7 @@ with_stops = pytest.mark.wing("router.stop_strings")
 WINGS = {  # of fields that the core does not have
     **dict.fromkeys(("response_format", "structured_outputs"), in_format),
     "stop": with_stops,
+    **dict.fromkeys(("chat_template_kwargs", "continue_final_message"), pytest.mark.wing("router.template_options")),
     **dict.fromkeys(("logprobs", "top_logprobs"), pytest.mark.wing("router.answer_details")),
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), with_tools),
     **dict.fromkeys(

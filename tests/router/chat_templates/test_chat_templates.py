@@ -10,6 +10,7 @@ import pytest
 
 from common.config import from_args
 from common.errors import ConfigError
+from common.text.chat_template import TemplateUse
 from common.text.tokenizer import Tokenizer
 from common.tools.json_calls import HERMES
 from common.tools.tool_format import tool_format
@@ -110,7 +111,7 @@ def test_built_in_templates_show_every_message_and_the_tools(name: str) -> None:
     answer = {"role": "assistant", "content": "Now."}
     text = rendered(tokenizer, [SYSTEM, USER, answer, USER])
     assert [text.count(word) for word in ("Be brief.", "When?", "Now.")] == [1, 2, 1]
-    assert len(text) > len(rendered(tokenizer, [SYSTEM, USER, answer, USER], add_generation_prompt=False))
+    assert len(text) > len(rendered(tokenizer, [SYSTEM, USER, answer, USER], use=TemplateUse(False)))
     assert rendered(tokenizer, CONVERSATION, tools=[TOOL]).count("get_time") == 3
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import openai
 import pytest
 
+from common.text.chat_template import TemplateUse
 from common.token_ids import unpack_ids
 from protos import types_pb2 as pb
 from router.costs.roles import PolicyRoles
 from router.embeddings_api.documents import beginning
 from router.embeddings_api.request import MAX_OPEN
+from router.template_options.fields import template_use
 from tests.common.text.wrapping_tokenizer import BOS, EOS, wrapping_tokenizer
 from tests.harness.router import DRY_RUN, Cluster, cluster
 from tests.harness.scripted_worker import Script
@@ -180,12 +182,12 @@ async def test_a_conversation_gives_one_vector() -> None:
             ({"continue_final_message": True}, False, True),
         ):
             answer = await c.http.post("/v1/embeddings", json={"messages": messages, "dimensions": 2, **changes})
-            ids = DRY_RUN.apply_chat_template(messages, None, generates, continues)
+            ids = DRY_RUN.apply_chat_template(messages, use=template_use(generates, continues, None))
             [item] = answer.json()["data"]
             assert item["embedding"] == pytest.approx(wanted(ids, 2))
             assert answer.json()["usage"]["prompt_tokens"] == len(ids)
         await c.http.post("/v1/embeddings", json={"messages": messages, "truncate_prompt_tokens": 5})
-        whole = DRY_RUN.apply_chat_template(messages, add_generation_prompt=False)
+        whole = DRY_RUN.apply_chat_template(messages, use=TemplateUse(False))
         assert unpack_ids(submitted(c)[-1].prompt_token_ids) == whole[-5:]
 
 

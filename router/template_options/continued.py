@@ -1,0 +1,33 @@
+"""Prompts that end with their final message, for the model to go on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.errors import InvalidRequestError
+from common.text.chat_template import TemplateUse
+
+_END_OF_FINAL_MESSAGE = "\ue83e\ue9a1"
+
+
+class ContinuedMessage(TemplateUse):
+    """What the template writes after the final message's text is cut off."""
+
+    def before(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        last = messages[-1]
+        content = last.get("content")
+        if last.get("role") != "assistant" or not isinstance(content, str):
+            raise InvalidRequestError(
+                "continue_final_message needs a final assistant message with text", "continue_final_message"
+            )
+        return [*messages[:-1], {**last, "content": content + _END_OF_FINAL_MESSAGE}]
+
+    def after(self, text: str) -> str:
+        text, mark, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
+        if not mark:
+            raise InvalidRequestError(
+                "continue_final_message: the model's chat template does not show the final message",
+                "continue_final_message",
+            )
+        return text
