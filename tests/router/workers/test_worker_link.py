@@ -216,7 +216,14 @@ HARMFUL = [huge_ids, odd_logprobs, no_logprobs, odd_end, cancelled, prefilled]
 WITH_LOGPROBS = [empty_deltas, odd_logprobs, no_logprobs]
 
 
-@pytest.mark.parametrize("spoil", [*HARMLESS, *HARMFUL], ids=lambda spoil: str(spoil.__name__))
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(spoil, marks=[pytest.mark.wing("router.answer_details")] if spoil in WITH_LOGPROBS else [])
+        for spoil in (*HARMLESS, *HARMFUL)
+    ],
+    ids=lambda spoil: str(spoil.__name__),
+)
 async def test_nonsense_from_a_worker_harms_its_request_at_most(spoil: Callable[[pb.StepReport], None]) -> None:
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if spoil in WITH_LOGPROBS else {}
     async with cluster() as c:
