@@ -10,8 +10,7 @@ from starlette.types import Scope
 from common.text.tokenizer import Tokenizer
 from common.wings import call_wing, from_wing
 from protos import types_pb2 as pb
-from router.api.chat_renderer import ChatRenderer
-from router.api.render import RenderOptions
+from router.api.render import ChatRenderer, RenderOptions
 from router.api.sampling import sampling_params
 from router.api.schemas import Body, ChatCompletionBody, GenerationBody
 from router.api.text import ChoiceText, TextRules

@@ -11,8 +11,7 @@ from starlette.types import Scope
 from common.text.tokenizer import Tokenizer
 from common.wings import has_wing
 from protos import types_pb2 as pb
-from router.api.chat_renderer import ChatRenderer
-from router.api.render import RenderOptions
+from router.api.render import ChatRenderer, RenderOptions
 from router.api.schemas import GenerationBody
 from router.api.text import ChoiceText, TextRules
 from router.config import RouterConfig

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
-from router.api.chat_renderer import ChatRenderer
-from router.api.render import RenderOptions
+from router.api.render import ChatRenderer, RenderOptions
 from router.api.text import ChoiceResult, ChoiceText, Update, Usage
 
 _NO_END = pb.TokenDelta()

@@ -12,8 +12,7 @@ import orjson
 import pytest
 
 from common.errors import EngineError
-from router.api.chat_renderer import ChatRenderer
-from router.api.render import RenderOptions
+from router.api.render import ChatRenderer, RenderOptions
 from router.api.text import Update
 from router.http.answer import EventStream
 from router.http.chunk_writer import ChunkWriter
