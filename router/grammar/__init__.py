@@ -1,1 +1,1 @@
-"""Grammars of requests: the form that an answer is asked in, and checks before anything is scheduled."""
+"""Grammars of requests: the format that a request asks of its answer, checked before anything is scheduled."""

@@ -1,7 +1,6 @@
-"""The form that a client wants its answers in: `response_format`, and vLLM's `structured_outputs`.
+"""The format that a client asks of its answers: `response_format`, and vLLM's `structured_outputs`.
 
-Both become a grammar (`common.grammar.grammar`), which workers follow. It is checked here, before anything is
-computed.
+Both become a grammar (`common.grammar.grammar`) that workers follow. It is checked here, before any scheduling.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from router.grammar.grammar_checks import GrammarChecks
 
 MAX_CHOICE_CHARS = 4_096
 MAX_LISTED_CHOICES = 4_096
-MAX_CHARS_OF_CHOICES = 1 << 20  # each choice carries the grammar to its worker
+MAX_CHARS_OF_CHOICES = 1 << 20  # every choice sends the grammar to its worker
 CHECKS = GrammarChecks()
 
 
 class JsonSchema(Body):
-    """The schema is always followed; with `strict` its objects have no other properties than those it lists."""
+    """The schema is always followed; with `strict`, its objects allow no properties besides those it lists."""
 
     name: Label | None = None
     description: str | None = None
@@ -53,13 +52,13 @@ class ResponseFormat(Body):
 
     @property
     def structural_tag(self) -> dict[str, Any]:
-        """Its fields that are given."""
+        """The fields of a structural tag that are given."""
         fields = {"structures": self.structures, "triggers": self.triggers, "format": self.format}
         return {name: value for name, value in fields.items() if value is not None}
 
 
 class StructuredOutputs(Body):
-    """One of `json` to `structural_tag`. For JSON, what stands between tokens and other properties can be bounded."""
+    """Exactly one of `json` to `structural_tag`. The last fields bound whitespace and other properties of JSON."""
 
     json_text: Annotated[Any, Field(alias="json")] = None  # a schema or its text
     json_object: Literal[True] | None = None
@@ -94,7 +93,7 @@ class StructuredOutputs(Body):
 
 
 class AnswerFields(Body):
-    """Fields of a request's body."""
+    """Fields of a request's body that ask for a format."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -112,9 +111,9 @@ class AnswerFields(Body):
 async def answer_grammar(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, num_choices: int
 ) -> str:
-    """The grammar that the fields ask for; empty: none. Raises InvalidRequestError for one that cannot be used."""
+    """Return the grammar that the fields ask for; empty: none. Raises InvalidRequestError if it cannot be used."""
     if structured is None and (response_format is None or response_format.type == "text"):
-        return ""  # most requests: without the trip to a thread
+        return ""  # most requests: no need for a thread
     param = "structured_outputs" if structured is not None else "response_format"
     if structured is not None and structured.grammar is not None:
         found = await _of_grammar_text(structured.grammar)
@@ -131,7 +130,7 @@ async def answer_grammar(
 
 
 async def checked_grammar(found: str, param: str, num_choices: int = 1) -> str:
-    """Return the grammar. Raises InvalidRequestError when it cannot be used; `param` is the field it comes from."""
+    """Check and return the grammar. Raises InvalidRequestError if it cannot be used, naming the field `param`."""
     if len(found) <= grammar.MAX_GRAMMAR_CHARS and len(found) * num_choices > MAX_CHARS_OF_CHOICES:
         raise InvalidRequestError(f"{num_choices} choices are too many for a grammar of {len(found)} characters", "n")
     try:
@@ -142,14 +141,14 @@ async def checked_grammar(found: str, param: str, num_choices: int = 1) -> str:
 
 
 def json_answer_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
-    """The schema of a whole answer; None: any text."""
+    """Return the JSON schema that the whole answer must follow; None: none."""
     if wanted is None or wanted.type in ("text", "structural_tag"):
         return None
     return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.content
 
 
 def followed_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
-    """The schema of a whole answer, closed where it is strict."""
+    """Return the schema of the whole answer, closed to other properties if it is strict."""
     schema = json_answer_schema(wanted)
     is_strict = wanted is not None and wanted.json_schema is not None and wanted.json_schema.strict
     return closed(schema) if schema is not None and is_strict else schema
@@ -184,7 +183,7 @@ def _of_structured_outputs(wanted: StructuredOutputs | None) -> str:
     given = {"type": "object"} if wanted.json_text is None else wanted.json_text
     schema = parsed_schema(given) if isinstance(given, str) else given
     if schema is None:
-        return grammar.json_schema(given)  # whose check says what is wrong with the text
+        return grammar.json_schema(given)  # its check says what is wrong with the text
     if wanted.disable_additional_properties:
         schema = closed(schema)
     if wanted.disable_any_whitespace:

@@ -1,4 +1,4 @@
-"""Parts of chat answers beside their content: what takes them out of the text, and puts them into the JSON."""
+"""Parts of chat answers besides content: how they are taken out of the text and put into the JSON."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ _NO_END = pb.TokenDelta()
 
 
 class TextStage(Protocol):
-    """Takes out of a choice's text what is not content."""
+    """Takes a part out of a choice's text."""
 
     def take(self, update: Update) -> None:
-        """Change an update: its text, and what the stage found in it. With a finish reason it is the last."""
+        """Change an update: move the stage's part out of its text. An update with a finish reason is the last."""
 
 
 class AnswerPart(Protocol):
     """What a feature takes out of answers' texts, and where it puts that in the JSON of a chat message.
 
-    Tool calls are such a part (`router/tools/tool_part.py`). Each request that asks for a part has one of its own.
+    For example tool calls (`router/tools/tool_part.py`). Each request that asks for a part has its own instance.
     """
 
     @property
     def shown(self) -> frozenset[int]:
-        """Special tokens whose texts the stage reads, and content never shows."""
+        """Special tokens whose text the stage has to see; content never shows them."""
 
     def grammar(self, answer: str, prompt_token_ids: list[int]) -> str:
-        """Return the grammar of texts with this part in them whose content follows `answer`; empty: any text."""
+        """Return the grammar of texts with this part, whose content follows `answer`; empty: any text."""
 
     def stage(self, prompt_token_ids: list[int]) -> TextStage:
-        """Return what takes this part out of the text of one choice."""
+        """Return a stage that takes this part out of the text of one choice."""
 
     def delta(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
-        """Return this part's fields in a chunk of choice `index`; empty when there is nothing new."""
+        """Return this part's fields in a chunk of choice `index`; empty if nothing is new."""
 
     def message(self, result: ChoiceResult) -> dict[str, Any]:
-        """Return this part's fields in the message of an answer in one piece."""
+        """Return this part's fields in the message of an answer that is not streamed."""
 
     def finish_reason(self, index: int, reason: str | None) -> str | None:
-        """Return the reason to tell clients for an end of choice `index` that workers call `reason`."""
+        """Return the finish reason for clients, given the `reason` of workers for choice `index`."""
 
 
 class PartsRenderer(ChatRenderer):
     """Renders chat answers with these parts."""
 
-    _first_content = None  # there may be other parts alone
+    _first_content = None  # no content before the first: there may be other parts alone
 
     def __init__(self, options: RenderOptions, tokenizer: Tokenizer, parts: Sequence[AnswerPart]) -> None:
         super().__init__(options, tokenizer)
@@ -81,7 +81,7 @@ class PartsRenderer(ChatRenderer):
 
 
 class StagedText(ChoiceText):
-    """The text of one choice, out of which stages take their parts in this order."""
+    """The text of one choice; stages take their parts out of it, in this order."""
 
     stages: Sequence[TextStage] = ()
 
@@ -109,7 +109,7 @@ class StagedText(ChoiceText):
 
 
 def _extend(update: Update, later: Update) -> None:
-    """Add what follows, but for log-probabilities."""
+    """Append an update that follows, except for log-probabilities."""
     update.text += later.text
     update.token_ids += later.token_ids
     update.finish_reason, update.stop_reason = later.finish_reason, later.stop_reason

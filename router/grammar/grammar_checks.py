@@ -1,7 +1,7 @@
-"""Check clients' grammars in a process of their own: compiling is in a client's hands, and nothing interrupts it.
+"""Check clients' grammars in a separate process, since clients decide what is compiled and nothing interrupts it.
 
-The process forks for each check, under limits of processor time and memory. Whatever a grammar does to that copy is
-its refusal, and costs the router nothing.
+The process forks for each check, with limits on CPU time and memory. If a grammar breaks its fork, it is refused, and
+the router is not affected.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from concurrent.futures import ThreadPoolExecutor
 from common.errors import InvalidRequestError, UnavailableError
 from common.grammar.grammar import TOO_COMPLEX, check_grammar
 
-CPU_SECONDS = 0.25  # of a check; of 1,232 schemas that people wrote, the slowest takes 0.04
-MEMORY_BYTES = 256 << 20  # of a check, beyond what the process has
-NICENESS = 10  # requests that run come first
-NUM_KNOWN = 256  # grammars whose check is remembered
+CPU_SECONDS = 0.25  # of one check; of 1,232 schemas written by people, the slowest takes 0.04
+MEMORY_BYTES = 256 << 20  # of one check, in addition to what the process has
+NICENESS = 10  # running requests come first
+NUM_KNOWN = 256  # grammars whose result is remembered
 
 
 class GrammarChecks:
-    """Ask the process, one grammar at a time. Usable from any event loop; starts the process when it is needed."""
+    """Ask the process about one grammar at a time. Usable from any event loop; starts the process on first use."""
 
     def __init__(self) -> None:
-        # Why a grammar is refused, or nothing, by its digest, as one may have a million characters; last used last.
+        # By digest, as a grammar may have a million characters: the reason for refusal, or ""; last used last.
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
 
     def __len__(self) -> int:
-        """Grammars whose check is remembered: at most NUM_KNOWN."""
+        """Return the number of grammars whose result is remembered: at most NUM_KNOWN."""
         return len(self._known)
 
     async def check(self, grammar: str) -> None:
-        """Raise InvalidRequestError for a grammar that cannot be used, or takes too much."""
+        """Raise InvalidRequestError for a grammar that cannot be used or takes too much to compile."""
         refusal = self._recall(grammar)
         if refusal is None:
             refusal = await asyncio.wrap_future(self._executor.submit(self._ask_once, grammar))
@@ -83,7 +83,7 @@ class GrammarChecks:
             _send(self._process.stdin.fileno(), grammar.encode("utf-8", "replace"))
             return _receive(self._process.stdout.fileno()).decode()
         except (OSError, EOFError):
-            self._end()  # the next one gets another process
+            self._end()  # the next check starts another process
             raise UnavailableError("grammars cannot be checked now") from None
 
     def _end(self) -> None:
@@ -127,12 +127,12 @@ def _refusal(grammar: str) -> str:
 
 
 def _check_in_copy(grammar: str) -> str:
-    """Fork, check there, and say why the grammar is refused."""
+    """Fork, check the grammar in the child, and return why it is refused; empty: it is not."""
     reads, writes = os.pipe()
     copy = os.fork()
     if copy == 0:
         try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what llguidance says when it aborts
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discards llguidance's output when it aborts
             with open("/proc/self/statm") as file:
                 size = int(file.read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
@@ -155,10 +155,10 @@ def _check_in_copy(grammar: str) -> str:
 
 
 def main() -> None:
-    """Answer on standard output what comes in on standard input, until that ends: with the router."""
+    """Answer each grammar from standard input on standard output, until the router closes the input."""
     os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the router
-    _refusal("regex:ready")  # what is loaded now is in every copy
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the router
+    _refusal("regex:ready")  # loads what every fork needs
     while True:
         try:
             grammar = _receive(0).decode()

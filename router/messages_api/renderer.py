@@ -17,12 +17,12 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 class MessagesRenderer(Renderer):
-    """Renders one choice. Its parts are blocks, one after the other: thinking, text, calls of tools."""
+    """Renders one choice as consecutive content blocks: thinking, text, tool calls."""
 
     def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
         super().__init__(options, tokenizer, "message")
         self._num_blocks = 0
-        self._open = ""  # kind of the block that is open
+        self._open = ""  # kind of the open block
         self._ended: Update | ChoiceResult | None = None
         self._has_calls = False
 
@@ -118,7 +118,7 @@ class MessagesRenderer(Renderer):
 
 
 def error_shape(error: dict[str, Any]) -> dict[str, Any]:
-    """Anthropic's form of an error in OpenAI's. It has no place for the field but the message."""
+    """Convert OpenAI's form of an error to Anthropic's, where only the message can name the field."""
     inner = error["error"]
     message, param = inner["message"], inner["param"]
     if param is not None and param not in message:
@@ -131,7 +131,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _usage(usage: Usage) -> dict[str, int]:
-    """Tokens that were cached count apart."""
+    """Return the token counts; cached tokens are counted separately."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
@@ -141,8 +141,9 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 def _input(call: DeltaToolCall) -> dict[str, Any]:
-    """The arguments of a call. Of one that was cut, what is complete of them, as Anthropic's clients make it of the
-    streamed ones; nothing where they are no object, which a block's input is."""
+    """Return the arguments of a call as an object; {} if they are none, since a block's input must be one. Of a call
+    that was cut short, keep the complete part, as Anthropic's clients do with streamed arguments.
+    """
     try:
         value = orjson.loads(call.arguments)
     except orjson.JSONDecodeError:
@@ -150,5 +151,5 @@ def _input(call: DeltaToolCall) -> dict[str, Any]:
             begun = _ANY.validate_json(call.arguments, experimental_allow_partial=True)
         except ValueError:
             return {}
-        value = orjson.loads(_ANY.dump_json(begun))  # integers of any length become what orjson can write
+        value = orjson.loads(_ANY.dump_json(begun))  # turns integers of any length into what orjson can write
     return value if isinstance(value, dict) else {}

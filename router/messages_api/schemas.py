@@ -1,4 +1,4 @@
-"""Schemas of `/v1/messages`. What they ask for becomes a chat completion's fields (`translation`)."""
+"""Schemas of `/v1/messages`; `translation` converts them to the fields of a chat completion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.api.schemas import MAX_LIST, MAX_MESSAGES, MAX_STOPS, Body, Label, S
 
 
 class Block(Body):
-    """A part of a message. Hints to other servers, such as cache_control, are ignored."""
+    """A part of a message. Hints for other servers, such as cache_control, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -26,7 +26,7 @@ class ThinkingBlock(Block):
 
 
 class RedactedThinkingBlock(Block):
-    """Another server's reasoning, which only that server can read."""
+    """Reasoning of another server, which only that server can read."""
 
     type: Literal["redacted_thinking"]
 
@@ -70,7 +70,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """A budget is advice: how long a model reasons is its own."""
+    """The budget is only advice: the model decides how long it reasons."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -104,7 +104,7 @@ class PromptBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None  # a hint to other servers
+    cache_control: Any = None  # a hint for other servers
 
 
 class MessagesBody(PromptBody):

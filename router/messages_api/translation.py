@@ -1,4 +1,4 @@
-"""From a Messages request to the fields of a chat completion. Pure."""
+"""Converts a Messages request to the fields of a chat completion. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.messages_api.schemas import (
 )
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Fields of a chat completion by a pattern, and what they are here.
+# Patterns of a chat completion's fields, and the fields of this API that they come from.
 _NAMES = (
     (r"^response_format(\.json_schema)?", "output_config.format"),
     (r"^chat_template_kwargs\.enable_thinking$", "thinking"),
@@ -34,13 +34,13 @@ _NAMES = (
 
 
 def chat_fields(body: PromptBody) -> dict[str, Any]:
-    """Return the body of the chat completion that a request means. Raises InvalidRequestError."""
+    """Return the chat completion's body for a request. Raises InvalidRequestError."""
     system = _text(body.system) if body.system else ""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages.{index}.content")
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
-    if body.messages[-1].role == "assistant":  # its text is the beginning of the answer
+    if body.messages[-1].role == "assistant":  # the answer continues its text
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
         fields["tools"] = [
@@ -78,7 +78,7 @@ def chat_fields(body: PromptBody) -> dict[str, Any]:
 
 
 def client_field(body: PromptBody, param: str) -> str:
-    """Return what made a field of the chat completion."""
+    """Return the client's field that a field of the chat completion comes from."""
     head, *path = param.split(".")
     if head == "messages" and path:
         index = int(path[0]) - bool(body.system and _text(body.system))
@@ -99,7 +99,7 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
 
 
 def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
-    """Chat messages of one message: the results of tools that it brings, then itself."""
+    """Yield the chat messages for one message: first the tool results in it, then its text."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return

@@ -1,1 +1,1 @@
-"""Reasoning of chat answers, in a field of its own."""
+"""Reasoning of chat answers, in a separate field."""

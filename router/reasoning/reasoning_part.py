@@ -1,4 +1,4 @@
-"""Reasoning as a part of chat answers: taken out of the text, and shown in the JSON of messages."""
+"""Reasoning as a part of chat answers: taken out of the text, and put into the JSON of messages."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from router.api.schemas import Body, Label
 from router.api.text import ChoiceResult, Update
 from router.template_options.fields import TemplateFields
 
-NUM_END_TOKENS = 16  # of a prompt, in which its template may have opened the reasoning
+NUM_END_TOKENS = 16  # end of a prompt where its template may have opened the reasoning
 
 
-# As templates call it: Qwen3 and GLM, DeepSeek-V3.1 and Granite, Seed-OSS.
+# Names in templates: of Qwen3 and GLM; of DeepSeek-V3.1 and Granite; of Seed-OSS.
 NO_THINKING: dict[str, Any] = {"enable_thinking": False, "thinking": False, "thinking_budget": 0}
 _ASKING = frozenset({"reasoning", "thinking_token_budget", "reasoning_effort"})
 NumTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class ReasoningOptions(Body):
-    """OpenRouter's names."""
+    """Reasoning options with OpenRouter's names."""
 
     effort: Label | None = None
     enabled: bool | None = None
@@ -42,7 +42,7 @@ class ReasoningOptions(Body):
 
 
 class ReasoningFields(Body):
-    """Fields of a chat request's body."""
+    """Fields of a chat request's body about reasoning."""
 
     include_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # -1: not bounded
@@ -51,7 +51,7 @@ class ReasoningFields(Body):
     @model_validator(mode="before")
     @classmethod
     def _tell_template(cls, fields: Any) -> Any:
-        """Let the chat template know of an effort, and of a budget."""
+        """Pass the effort and the budget to the chat template."""
         if not isinstance(fields, dict):
             return fields
         options = fields.get("reasoning")
@@ -76,21 +76,21 @@ class ReasoningFields(Body):
 
     @property
     def budget(self) -> int | None:
-        """Tokens that a choice may reason, if bounded."""
+        """Tokens that a choice may use for reasoning; None: no limit."""
         if self.thinking_token_budget is not None:
             return None if self.thinking_token_budget == -1 else self.thinking_token_budget
         return self.reasoning.max_tokens if self.reasoning else None
 
     @property
     def effort_field(self) -> str:
-        """What may have asked for an effort."""
+        """The field that may have asked for an effort."""
         if self.reasoning is None:
             return "reasoning_effort"
         return "reasoning.enabled" if self.reasoning.enabled is False else "reasoning.effort"
 
 
 def _template_variables(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat template's variables that fields of a body ask for."""
+    """Return the variables of the chat template that a body's fields imply."""
     options = fields.get("reasoning")
     budget = fields.get("thinking_token_budget")
     if budget is None and isinstance(options, dict):
@@ -106,7 +106,7 @@ class ReasoningPart:
     def __init__(
         self, written: ReasoningFormat, tokenizer: Tokenizer, is_included: bool, has_tools: bool, budget: int | None
     ) -> None:
-        """budget: tokens that a choice may reason. Raises InvalidRequestError for markers that are no tokens."""
+        """budget: reasoning tokens of a choice. Raises InvalidRequestError if given where markers are no tokens."""
         self._written = written
         self._has_tools = has_tools
         self._tokenizer = tokenizer
@@ -124,7 +124,7 @@ class ReasoningPart:
         return self._budget is not None and self._budget[0] == 0
 
     def grammar(self, answer: str, prompt_token_ids: list[int]) -> str:
-        """Return the grammar of an answer with its reasoning before it."""
+        """Return the grammar of an answer with the reasoning before it."""
         prompt_end = self._prompt_end(prompt_token_ids)
         if prompt_end.rstrip().endswith(self._written.end) or not (answer or self._budget):
             return answer
@@ -133,7 +133,7 @@ class ReasoningPart:
             before, any_answer = lark_after_budget(self._written, is_open, self._special, self._budget)
             if not answer:
                 return grammar.after(before, grammar.lark(any_answer))
-        has_header = self._has_tools  # the grammar of calls has it
+        has_header = self._has_tools  # the grammar of calls has it then
         before = lark_before_answer(self._written, is_open, self._special, self._budget, has_header)
         return grammar.after(before, answer, marks(self._written, is_open, has_header))
 
@@ -150,7 +150,7 @@ class ReasoningPart:
         return reason
 
     def _fields(self, text: str | None) -> dict[str, Any]:
-        """DeepSeek's name of the field, and the one of vLLM and OpenRouter."""
+        """Return the field under DeepSeek's name and under the one of vLLM and OpenRouter."""
         return {"reasoning_content": text, "reasoning": text} if self._is_included else {}
 
     def _prompt_end(self, token_ids: list[int]) -> str:
@@ -158,7 +158,7 @@ class ReasoningPart:
 
 
 class ReasoningStage:
-    """Takes the reasoning out of the text of one choice."""
+    """Takes the reasoning out of one choice's text."""
 
     def __init__(self, parser: ReasoningParser) -> None:
         self._parser = parser
@@ -172,9 +172,9 @@ class ReasoningStage:
 
 
 def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool, parser: str) -> ReasoningPart | None:
-    """Return the part for a request; None for a model that does not reason apart from its answers.
+    """Return the part for a request; None if the model's reasoning is not separate from its answers.
 
-    has_tools: a later part takes calls out of the answers.
+    has_tools: a later part takes tool calls out of the answers.
     """
     written = reasoning_format(tokenizer.tool_template, parser)
     if not isinstance(body, ReasoningFields):
@@ -193,15 +193,16 @@ def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool, parser: st
 def asked_of_template(
     body: ReasoningFields, effort: str | None, part: ReasoningPart | None, known: Set[str]
 ) -> tuple[str, set[str]]:
-    """Return the field by which the chat template is asked for an effort, empty where the effort is heeded without
-    it; and the variables that the request does not name itself. known: the variables that the template has."""
+    """Return the field that asks the chat template for an effort, and the variables that the request does not name.
+    The field is empty where the effort is followed without the template. known: the template's variables.
+    """
     added = set(_template_variables(body.model_dump(include={*_ASKING})))
     is_off = effort == "none" and (added & known or (part is not None and part.never_reasons))
     return "" if is_off else body.effort_field, added
 
 
 def marker_ids(written: ReasoningFormat, tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the tokens of the markers. Raises InvalidRequestError where one is more than a token."""
+    """Return the markers' token ids. Raises InvalidRequestError where a marker is more than one token."""
     if not _are_tokens(written, tokenizer):
         message = "this model's reasoning cannot be bounded: the markers around it are no tokens of their own"
         raise InvalidRequestError(message, "thinking_token_budget")

@@ -1,6 +1,6 @@
-"""Responses in the background: each answer is streamed into memory, where any number of clients reads its events.
+"""Background responses: each answer is streamed into memory, and any number of clients read its events from there.
 
-Knows ASGI and nothing of generation: an answer runs as it would for a client that never goes away.
+This module knows ASGI and nothing about generation: the answer runs as for a client that never disconnects.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from router.http.chunk_writer import CHUNK_WRITER
 from router.http.errors import error_object, log_if_internal
 from router.responses_api.renderer import ResponsesRenderer
 
-_END = b"\n\n"  # of an event, and nowhere within one
+_END = b"\n\n"  # ends an event, and never occurs within one
 
 
 class _NoWriter:
-    """There is no connection: every event comes through `send`."""
+    """Stands for a connection that does not exist: every event comes through `send`."""
 
     is_ready = False
 
 
 class BackgroundResponse:
-    """One response that runs."""
+    """One response that runs in the background."""
 
     def __init__(self, answer: Response, renderer: ResponsesRenderer, scope: Scope) -> None:
         """answer: a stream of `renderer`'s events, which starts now. scope: of the request that asked for it."""
         self._renderer = renderer
-        self._events: list[bytes] = []  # by sequence number
+        self._events: list[bytes] = []  # indexed by sequence number
         self._grown = asyncio.Event()
         self._cancel = asyncio.Event()
         self._status = 200
@@ -44,11 +44,11 @@ class BackgroundResponse:
         return self._renderer.is_over
 
     def snapshot(self) -> bytes:
-        """The response as it is now."""
+        """Return the response as it is now."""
         return orjson.dumps(self._renderer.snapshot())
 
     async def events(self, first: int) -> AsyncIterator[bytes]:
-        """Yield the events from the one with the sequence number `first` on, also those that are still to come."""
+        """Yield the events from sequence number `first` on, including those still to come."""
         while True:
             grown = self._grown
             if new := self._events[first:]:
@@ -60,7 +60,7 @@ class BackgroundResponse:
                 await grown.wait()
 
     async def cancel(self) -> None:
-        """End the generation; return when the response is over."""
+        """End the generation and wait until the response is over."""
         self._cancel.set()
         await asyncio.wait([self.task])
 
@@ -97,7 +97,7 @@ class BackgroundResponse:
 
 
 class Background:
-    """The responses that run, by id."""
+    """The running background responses by id."""
 
     def __init__(self) -> None:
         self._running: dict[str, BackgroundResponse] = {}
@@ -110,12 +110,12 @@ class Background:
         return running
 
     def get(self, response_id: str) -> BackgroundResponse | None:
-        """None when the response is over, and stored, or never ran here."""
+        """Return a running response; None if it is over (and stored), or never ran here."""
         running = self._running.get(response_id)
         return None if running is None or running.is_over else running
 
     async def end_with_the_router(self) -> None:
-        """Wait until the router ends, and end what runs then."""
+        """Wait until the router ends, then cancel what still runs."""
         try:
             await asyncio.Event().wait()
         finally:

@@ -1,4 +1,4 @@
-"""Output items of a response, and the events that describe them, from the updates of a choice. Pure but for ids."""
+"""Output items of a response and their events, built from a choice's updates. Pure except for ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.api.text import ChoiceResult, DeltaToolCall, Update, merged_calls
 
 Event = dict[str, Any]
 DeltaLengths = list[list[int]]
-"""For each item, the number of characters of each of its deltas."""
+"""For each item, the number of characters in each of its deltas."""
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
@@ -20,14 +20,14 @@ def _new_id(item_type: str) -> str:
 
 
 class Output:
-    """Builds items: reasoning, a message, function calls, in the order in which they come."""
+    """Builds items (reasoning, a message, function calls) in the order in which they arrive."""
 
     def __init__(self, new_id: Callable[[str], str] = _new_id) -> None:
-        """new_id: makes the id of an item of a type."""
+        """new_id: returns a new id for an item type."""
         self.items: list[dict[str, Any]] = []
         self.delta_lengths: DeltaLengths = []
         self._new_id = new_id
-        self._is_open = False  # the last item goes on
+        self._is_open = False  # the last item is still growing
 
     def add(self, update: Update | ChoiceResult) -> list[Event]:
         """Take an update; return its events."""
@@ -41,7 +41,7 @@ class Output:
         return events
 
     def finish(self, is_complete: bool = True) -> list[Event]:
-        """Close the item that is open."""
+        """Close the open item and return its events."""
         if not self._is_open:
             return []
         self._is_open = False

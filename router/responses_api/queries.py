@@ -1,4 +1,4 @@
-"""What the arguments of a GET request ask for. Pure."""
+"""Parses the query arguments of GET requests. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 
-DEFAULT_LIMIT = 20  # input items of a page, and the most of them, as in OpenAI's API
+DEFAULT_LIMIT = 20  # default and maximum of input items per page, as in OpenAI's API
 MAX_LIMIT = 100
 MAX_DIGITS = 10
 
@@ -30,7 +30,7 @@ def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dic
 
 
 def first_event(query: Mapping[str, str]) -> int | None:
-    """The sequence number of the first event that a query asks for; None: it asks for no events.
+    """Return the sequence number of the first event that a query asks for; None: it asks for no events.
 
     Raises InvalidRequestError.
     """
@@ -45,7 +45,7 @@ def first_event(query: Mapping[str, str]) -> int | None:
 
 
 def whole_number(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    """An argument in these bounds. Raises InvalidRequestError."""
+    """Return an argument within these bounds. Raises InvalidRequestError."""
     text = query.get(name)
     if text is None:
         return default

@@ -14,7 +14,7 @@ from router.responses_api.output import DeltaLengths, Event, Output
 
 
 class ResponsesRenderer(Renderer):
-    """Renders one choice, and tells when the response is complete."""
+    """Renders one choice, and reports when the response is complete."""
 
     def __init__(
         self,
@@ -23,28 +23,29 @@ class ResponsesRenderer(Renderer):
         facts: dict[str, Any],
         on_complete: Callable[[dict[str, Any], DeltaLengths], None],
     ) -> None:
-        """facts: of the request, which the response repeats. on_complete: takes a response that is over, and its
-        deltas; not one that failed before the client knew its id."""
+        """facts: fields of the request that the response repeats. on_complete: gets a finished response and its delta
+        lengths, unless it failed before the client knew its id.
+        """
         super().__init__(options, tokenizer, "response")
         self._facts = {**facts, "model": options.model, "created_at": options.created}
         self._on_complete = on_complete
         self._output = Output()
         self._status = "queued"
         self._first_events = first_events(self._response(None, []))
-        self._num_events = len(self._first_events)  # `chunk` comes before `start`, whose events have these numbers
+        self._num_events = len(self._first_events)  # `chunk` runs before `start`, whose events have the first numbers
         self._finish_reason: str | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether no more events come."""
         return self._status not in ("queued", "in_progress")
 
     def queued(self) -> bytes:
-        """The events of a response in the background before it starts."""
+        """Return the events of a background response before it starts."""
         return _joined(self._first_events[:-1])
 
     def snapshot(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response as it is now."""
         return self._response(None, self._output.items)
 
     def start(self, index: int, usage: Usage) -> bytes:
@@ -64,7 +65,7 @@ class ResponsesRenderer(Renderer):
         return self._over("failed", None, {"code": inner["code"] or inner["type"], "message": inner["message"]})
 
     def cancelled(self) -> bytes:
-        """The events that are left when a client has cancelled the response. OpenAI's API has none that says so."""
+        """Return the remaining events after a client cancels the response. OpenAI's API has no event for this."""
         return self._over("cancelled", None)
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
@@ -75,7 +76,7 @@ class ResponsesRenderer(Renderer):
         return orjson.dumps(self._response(usage, self._output.items))
 
     def _over(self, status: str, usage: Usage | None, error: dict[str, Any] | None = None) -> bytes:
-        """Complete the response; return the rest of its events."""
+        """Complete the response and return its remaining events."""
         begin = b"" if self._status == "in_progress" else self.start(0, Usage())
         self._status = status
         events = self._output.finish(status == "completed")
@@ -97,7 +98,7 @@ class ResponsesRenderer(Renderer):
 
 
 def first_events(response: dict[str, Any]) -> list[Event]:
-    """The events before the output. response: with any status, and no output."""
+    """Return the events that precede the output. response: with any status, and no output."""
     before = "queued" if response["background"] else "in_progress"
     stages = [("created", before), ("in_progress", "in_progress")]
     if response["background"]:
@@ -106,7 +107,7 @@ def first_events(response: dict[str, Any]) -> list[Event]:
 
 
 def last_events(response: dict[str, Any]) -> list[Event]:
-    """The events after the output of a response that is over."""
+    """Return the events that follow the output of a finished response."""
     if response["status"] == "cancelled":
         return []
     error = [{"type": "error", **response["error"], "param": None}] if response["error"] else []
@@ -114,7 +115,7 @@ def last_events(response: dict[str, Any]) -> list[Event]:
 
 
 def event_bytes(event: Event, number: int) -> bytes:
-    """The event with its sequence number, as it is sent."""
+    """Serialize an event with its sequence number."""
     data = orjson.dumps({**event, "sequence_number": number})
     return f"event: {event['type']}\ndata: ".encode() + data + b"\n\n"
 

@@ -1,4 +1,4 @@
-"""The events of a stored response, as its creation streamed them, or would have in one piece per item. Pure."""
+"""The events of a stored response, as they were streamed, or with one delta per item if it was not. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.responses_api.renderer import event_bytes, first_events, last_events
 
 
 def replay(response: dict[str, Any], delta_lengths: DeltaLengths, first: int) -> Iterator[bytes]:
-    """Yield the events from the one with the sequence number `first` on."""
+    """Yield the events from sequence number `first` on."""
     for number, event in enumerate(_events(response, delta_lengths)):
         if number >= first:
             yield event_bytes(event, number)
@@ -30,7 +30,7 @@ def _events(response: dict[str, Any], delta_lengths: DeltaLengths) -> Iterator[E
 
 
 def _updates(item: dict[str, Any], lengths: list[int]) -> Iterator[Update]:
-    """What an item was made of, one delta at a time."""
+    """Yield the updates that an item was built from, one delta each."""
     is_call = item["type"] == "function_call"
     if is_call:
         yield Update("", [], tool_calls=[DeltaToolCall(0, item["call_id"], item["name"], "")])

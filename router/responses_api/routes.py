@@ -47,7 +47,7 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
 
 
 class _Responses:
-    """Handlers of the routes, and the responses that they share."""
+    """Handlers of the routes, with the responses that they share."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.background = Background()
@@ -128,13 +128,13 @@ class _Responses:
 
 
 async def _replayed(stored: StoredResponse, first: int) -> AsyncIterator[bytes]:
-    """Events of a response from the one with that number on; on the event loop, while the client keeps up."""
+    """Yield the stored response's events from number `first` on; on the event loop, as fast as the client reads."""
     for event in replay(orjson.loads(stored.response), orjson.loads(stored.delta_lengths), first):
         yield event
 
 
 def _facts(body: ResponsesBody) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return the fields of a request that its response repeats."""
     given = body.model_dump(by_alias=True, exclude={"input", "stream", "stream_options", "include"})
     text = {"format": {"type": "text"}} | {key: value for key, value in (given["text"] or {}).items() if value}
     reasoning = given["reasoning"] or {"effort": None, "summary": None}

@@ -1,4 +1,4 @@
-"""Schemas of `/v1/responses`. What they ask for becomes a chat completion's fields (`translation`)."""
+"""Schemas of `/v1/responses`; `translation` converts them to the fields of a chat completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_METADATA = 16
 
 
 class Item(Body):
-    """A part of the input. Ids and states that clients send back are ignored."""
+    """A part of the input. Ids and statuses that clients send back are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -92,7 +92,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """A summary is not written: the reasoning itself is in the answer."""
+    """No summary is written: the answer contains the reasoning itself."""
 
     effort: Label | None = None
     summary: Label | None = None
@@ -106,7 +106,7 @@ class ResponseStreamOptions(Body):
 class ResponsesBody(Body):
     """POST /v1/responses"""
 
-    # Labels and hints: a response repeats some of them.
+    # Labels and hints; a response repeats some of them.
     no_effect: ClassVar[frozenset[str]] = frozenset({
         "include", "stream_options", "service_tier", "safety_identifier",
         "prompt_cache_key", "prompt_cache_retention", "reasoning.summary", "reasoning.generate_summary",

@@ -1,4 +1,4 @@
-"""Responses that clients may come back to, in memory: the least recently used ones go first. One router's own."""
+"""Stored responses in this router's memory, for later requests; the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """As JSON, which takes a tenth of the memory of its objects."""
+    """A response as JSON, which takes a tenth of the memory that its objects would."""
 
     response: bytes
-    messages: bytes  # of the conversation, this response's output included
+    messages: bytes  # of the conversation, with this response's output
     input_items: bytes
-    delta_lengths: bytes  # of the output's items
+    delta_lengths: bytes  # of the output items
 
     @property
     def num_bytes(self) -> int:
@@ -30,7 +30,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by id, bounded by number and bytes."""
+    """Responses by id, with a maximum number and size."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
@@ -48,7 +48,7 @@ class ResponseStore:
         items: list[dict[str, Any]],
         delta_lengths: DeltaLengths,
     ) -> None:
-        """Keep a response, in place of one with the same id."""
+        """Store a response, replacing one with the same id."""
         if response["id"] in self._stored:
             self.delete(response["id"])
         stored = StoredResponse(*map(orjson.dumps, (response, messages, items, delta_lengths)))
@@ -58,7 +58,7 @@ class ResponseStore:
             self.num_bytes -= self._stored.popitem(last=False)[1].num_bytes
 
     def get(self, response_id: str) -> StoredResponse:
-        """Raises NotFoundError."""
+        """Return a response. Raises NotFoundError."""
         stored = self._stored.get(response_id)
         if stored is None:
             raise NotFoundError(
@@ -68,6 +68,6 @@ class ResponseStore:
         return stored
 
     def delete(self, response_id: str) -> None:
-        """Raises NotFoundError."""
+        """Delete a response. Raises NotFoundError."""
         self.num_bytes -= self.get(response_id).num_bytes
         del self._stored[response_id]

@@ -1,4 +1,4 @@
-"""From a Responses request to the fields of a chat completion, and from output items to messages. Pure."""
+"""Converts a Responses request to a chat completion's fields, and output items to messages. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.responses_api.schemas import (
 )
 
 Message = dict[str, Any]
-# Fields of a chat completion by a pattern, and what they are here.
+# Patterns of a chat completion's fields, and the fields of this API that they come from.
 _NAMES = (
     (r"^response_format(\.json_schema)?", "text.format"),
     (r"^tools\.(\d+)\.function", r"tools.\1"),
@@ -33,9 +33,9 @@ _NAMES = (
 
 
 def chat_fields(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the body of the chat completion that a request means.
+    """Return the chat completion's body for a request. Raises InvalidRequestError.
 
-    messages: the conversation, without instructions, which hold for one response. Raises InvalidRequestError.
+    messages: the conversation without instructions, which apply to one response only.
     """
     first = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, Any] = {
@@ -76,7 +76,7 @@ def _response_format(wanted: TextFormat) -> dict[str, Any]:
 
 
 def client_field(body: ResponsesBody, num_earlier: int, param: str) -> str:
-    """Return what made a field of the chat completion. num_earlier: messages of the response before this one."""
+    """Return the request's field for a field of the chat completion. num_earlier: messages of earlier responses."""
     head, *path = param.split(".")
     if head == "messages":
         index = int(path[0]) - num_earlier - bool(body.instructions) if path else -1
@@ -87,12 +87,12 @@ def client_field(body: ResponsesBody, num_earlier: int, param: str) -> str:
 
 
 def _item_of(items: Sequence[AnyItem], index: int) -> int:
-    """The item with which the message of that index begins."""
+    """Return the index of the item that begins the message with that index."""
     return bisect_right(range(len(items)), index, key=lambda last: len(messages_of(items[: last + 1])))
 
 
 def messages_of(given: str | Sequence[AnyItem]) -> list[Message]:
-    """Chat messages of input items. What an assistant says in a row is one message, as templates expect."""
+    """Return the chat messages of input items. Adjacent assistant items become one message, as templates expect."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
@@ -120,7 +120,7 @@ def messages_of(given: str | Sequence[AnyItem]) -> list[Message]:
 
 
 def _assistant(messages: list[Message]) -> Message:
-    """The assistant's message that is being said."""
+    """Return the assistant message under construction, starting one if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     return messages[-1]

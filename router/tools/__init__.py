@@ -1,1 +1,1 @@
-"""Tools of chat requests: their schemas, and what an answer may call."""
+"""Tools of chat requests: their schemas, and which of them an answer may call."""

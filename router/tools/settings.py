@@ -16,5 +16,5 @@ class ToolSettings:
 
 
 def tool_call_parser(config: Settings) -> str:
-    """The format of calls that an operator has named; auto: none."""
+    """Return the format of calls that the operator has set; auto: not set."""
     return config.of(ToolSettings).tool_call_parser

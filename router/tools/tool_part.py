@@ -1,4 +1,4 @@
-"""Tool calls as a part of chat answers: taken out of the text, and shown in the JSON of messages."""
+"""Tool calls as a part of chat answers: taken out of the text, and put into the JSON of messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.tools.tool_use import ToolUse
 
 
 class ToolPart:
-    """The calls in the answers to one request."""
+    """The tool calls in the answers to one request."""
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use
@@ -22,7 +22,7 @@ class ToolPart:
         return self._use.shown
 
     def grammar(self, answer: str, prompt_token_ids: list[int]) -> str:
-        return answer  # it has the calls in it
+        return answer  # it already includes the calls
 
     def stage(self, prompt_token_ids: list[int]) -> ToolStage:
         return ToolStage(self._use)
@@ -49,7 +49,7 @@ class ToolPart:
 
 
 class ToolStage:
-    """Takes the calls out of the text of one choice."""
+    """Takes the tool calls out of one choice's text."""
 
     def __init__(self, use: ToolUse) -> None:
         self._parser = ToolCallParser(

@@ -1,4 +1,4 @@
-"""What a chat request's answers may call, and the grammar that makes them."""
+"""Which tools a chat request's answers may call, and the grammar for the calls."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that one request offers, and how its answers may call them."""
+    """The tools of one request, and how its answers may call them."""
 
     written: ToolFormat
     descriptions: list[dict[str, Any]]  # for the chat template
-    functions: Mapping[str, Schema]  # schemas of their arguments, by name
+    functions: Mapping[str, Schema]  # schemas of the arguments, by name
     is_parallel: bool
-    is_forced: bool  # an answer is nothing but calls
-    is_json: bool  # an answer that is no call is JSON in a given format, and may look like a call without its marker
-    shown: frozenset[int]  # markers of calls that are special tokens
+    is_forced: bool  # an answer consists of calls only
+    is_json: bool  # without calls, an answer is JSON in a given format, which may look like a call without its marker
+    shown: frozenset[int]  # special tokens that mark calls
     grammar: str  # empty: the model decides
-    unfollowed: tuple[str, ...]  # fields that ask for what no grammar can follow
+    unfollowed: tuple[str, ...]  # fields whose schema no grammar can follow
 
 
 async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, parser: str) -> ToolUse | None:
-    """Return what the answers may call; None: nothing. Raises InvalidRequestError, also for a model without tools."""
+    """Return what the answers may call; None: nothing. Raises InvalidRequestError, also if the model has no tools."""
     if not body.tools or body.tool_choice == "none":
         return None
     written = tool_format(tokenizer.tool_template, parser)
@@ -59,24 +59,23 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
 async def _grammar(
     body: ToolFields, num_choices: int, written: ToolFormat, is_parallel: bool, special: dict[str, int]
 ) -> tuple[str, list[str]]:
-    """Return the grammar of required calls, of calls beside an answer in a given format, or of strict ones in a text;
-    and the fields that it does not follow.
+    """Return a grammar, empty for any text, and the fields that it does not follow.
 
-    Empty: any text.
+    The grammar is of required calls, of calls or an answer in a given format, or of text with strict calls.
     """
     if json_answer_schema(body.response_format) is None and not is_forced(body.tool_choice):
         return await _strict_grammar(body, num_choices, written, is_parallel, special)
-    await answer_grammar(body.response_format, None, 1)  # errors name the schema they come from
-    # An answer that has to be a call has no text that could follow the format.
+    await answer_grammar(body.response_format, None, 1)  # checked alone, so that errors name the schema
+    # If the answer has to be a call, there is no text to follow the format.
     answer = None if is_forced(body.tool_choice) else followed_schema(body.response_format)
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     tools = {f"tools.{i}.function": tool.function for i, tool in enumerate(body.tools or ())}
     chosen = {where: function for where, function in tools.items() if named in (None, function.name)}
     schemas = {function.name: closed(function.arguments_schema) for function in chosen.values()}
-    # On a thread, as schemas are: rewriting the longest takes 0.3 s.
+    # In a thread, as for schemas: rewriting the longest takes 0.3 s.
     found = await asyncio.to_thread(calls_grammar, written, schemas, is_parallel, special, answer)
     if len(found) <= MAX_GRAMMAR_CHARS:
-        for where, function in chosen.items():  # each alone: errors name it
+        for where, function in chosen.items():  # each checked alone, so that errors name it
             await checked_grammar(json_schema(schemas[function.name]), f"{where}.parameters")
     return await checked_grammar(found, "tools", num_choices), []
 
@@ -84,11 +83,11 @@ async def _grammar(
 async def _strict_grammar(
     body: ToolFields, num_choices: int, written: ToolFormat, is_parallel: bool, special: dict[str, int]
 ) -> tuple[str, list[str]]:
-    """Return the grammar of texts whose calls are of offered functions, and follow the schemas of the strict ones;
-    and the fields that it does not follow.
+    """Return a grammar of texts whose calls name offered functions and follow the schemas of strict ones; empty: any
+    text. Also return the fields that it does not follow.
 
-    Empty: any text. Clients set `strict` freely: what no grammar can follow, schema or format of calls, is advice.
-    So is `uniqueItems`.
+    Clients set `strict` freely, so a schema or call format that no grammar can follow is only advice. So is
+    `uniqueItems`.
     """
     functions = [tool.function for tool in body.tools or ()]
     strict = {function.name: f"tools.{i}.function.strict" for i, function in enumerate(functions) if function.strict}

@@ -1,4 +1,4 @@
-"""Schemas of the tools that a chat request offers, and of what it asks of them."""
+"""Schemas of the tools that a chat request offers, and of its tool choice."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from common.errors import InvalidRequestError
 from router.api.schemas import MAX_LIST, Body
 from router.grammar.answer_format import AnswerFields
 
-MAX_SCHEMA_DEPTH = 64  # as chat templates render schemas by recursion
+MAX_SCHEMA_DEPTH = 64  # since chat templates render schemas recursively
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Function(Body):
-    """A required call, and with `strict` any call, follows the schema, closed; elsewhere the schema is advice."""
+    """Required calls, and with `strict` all calls, follow the closed schema; otherwise the schema is advice."""
 
     name: FunctionName
     description: str | None = None
@@ -51,7 +51,7 @@ ToolChoice = Annotated[
 
 
 class ToolFields(AnswerFields):
-    """Fields of a chat request's body. What they ask for and an answer's format are checked together."""
+    """Tool fields of a chat request's body, checked together with the answer's format."""
 
     tools: Tools | None = None
     tool_choice: ToolChoice = None
@@ -75,7 +75,7 @@ def is_forced(choice: ToolChoice) -> bool:
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice) -> None:
-    """Names must be unique, and what is to be called must exist."""
+    """Check that names are unique and that the tool to call exists. Raises InvalidRequestError."""
     names = Counter(tool.function.name for tool in tools)
     for index, tool in enumerate(tools):
         where = f"tools.{index}.function"
