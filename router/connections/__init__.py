@@ -1,1 +1,1 @@
-"""HTTP connections of clients: protocol, bounds, watching, writing chunks."""
+"""Clients' HTTP connections: protocol, limits, detection of clients that are gone, writing of chunks."""

@@ -1,7 +1,7 @@
-"""Watch whether a client is still connected and reading, which asyncio does not report while reading is paused.
+"""Detects whether a client is still connected and reads, which asyncio does not report while reading is paused.
 
-A FIN alone says little: the client may be gone, or may only have closed its half and wait. So it is sent something,
-which the machine of a client that is gone answers with a reset, and a timer asks the socket for that
+After a FIN the client may be gone, or may only have closed its half and wait. So bytes are sent to it: the machine of
+a client that is gone answers with a reset, and a timer polls the socket for that
 (docs/decisions/http-connections.md).
 """
 
@@ -22,8 +22,8 @@ CHECK_SECONDS = 0.25
 
 
 class ClientWatch:
-    """The client of one connection. `watched` gives the request that is being answered while nothing is read, if
-    there is one."""
+    """Watches the client of one connection. `watched` returns the request that is being answered while nothing is
+    read from the client; None: there is nothing to watch."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class ClientWatch:
         self._stall_timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
-        """Let go of the connection, which has ended."""
+        """Release the connection, which has ended."""
         for timer in (self._timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
         self._watched = self._abort = _nothing
 
-    # -- one that has gone -------------------------------------------------------------------------------------
+    # -- a client that is gone ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Look now and then, as long as there is something to watch."""
+        """Poll the socket regularly, as long as there is something to watch."""
         if self._timer is None:
             self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
 
@@ -72,8 +72,8 @@ class ClientWatch:
         self.start()
 
     def probe(self, cycle: RequestResponseCycle | None) -> None:
-        """Send, after a FIN and once per request, bytes that a client skips: before the answer an interim response
-        (which HTTP/1.0 does not know), inside a stream of events a comment. Nothing else is sent in chunks."""
+        """Send bytes that a client skips, once per request after a FIN: before the answer an interim response (unless
+        the client speaks HTTP/1.0), inside a stream of events a comment. Only event streams are sent in chunks."""
         if cycle is None or cycle is self._probed:
             return
         self._probed = cycle
@@ -83,7 +83,7 @@ class ClientWatch:
         elif cycle.chunked_encoding:
             self._transport.write(b"3\r\n:\n\n\r\n")
 
-    # -- one that does not read --------------------------------------------------------------------------------
+    # -- a client that does not read ---------------------------------------------------------------------------
 
     def writing_paused(self) -> None:
         size = self._transport.get_write_buffer_size()
@@ -95,8 +95,8 @@ class ClientWatch:
             self._stall_timer = None
 
     def _check_stall(self, size_before: int) -> None:
-        """Abort a stalled client: nothing is written while writing is paused, so a buffer that has not shrunk was not
-        read from at all."""
+        """Abort a stalled client. Nothing is written while writing is paused, so a buffer that has not shrunk means
+        that the client has read nothing."""
         if self._transport.get_write_buffer_size() < size_before:
             self.writing_paused()
             return

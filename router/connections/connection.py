@@ -1,7 +1,7 @@
-"""The life of one HTTP connection, beyond uvicorn's: answers one after the other, clients that are gone, closing.
+"""The life of one HTTP connection beyond uvicorn's: answers in order, clients that are gone, closing.
 
-While a request waits behind another one, or after the client's FIN, nothing is read: then a timer asks the socket
-whether the client is still there (docs/decisions/http-connections.md). What may arrive is bounded in `protocol`.
+Nothing is read while a request waits for an earlier one's answer, or after the client's FIN. A timer then asks the
+socket whether the client is still there (docs/decisions/http-connections.md). `protocol` bounds what may arrive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINGER_SECONDS = 1.0
 
 
 class _Flow(FlowControl):
-    """Reads nothing while a request waits behind another one: uvicorn would go on after each answer."""
+    """Reads nothing while a request waits for an earlier one's answer; uvicorn would go on after each answer."""
 
     def __init__(self, transport: asyncio.Transport, waiting: Sized, when_paused: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -42,7 +42,7 @@ class _Flow(FlowControl):
 
 
 class _CycleTransport:
-    """The transport as an answer sees it: closing does not cut off the client while it still sends."""
+    """The transport that an answer uses; its `close` does not cut off a client that is still sending."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -51,15 +51,15 @@ class _CycleTransport:
 
 
 class Connection(ChunkProtocol):
-    """`limits` belongs to the class: uvicorn makes the instances."""
+    """One connection. `limits` is an attribute of the class, since uvicorn creates the instances."""
 
     limits = ConnectionSettings()
     _running: RequestResponseCycle | None = None  # the request that is being answered
     _in_message = False  # a request is arriving
-    _may_stay = False  # once that has been answered
-    _discards_input = False  # what still arrives is dropped
-    _is_lingering = False  # waits for the client to read its last answer
-    _has_eof = False  # the client sends no more, and may be gone
+    _may_stay = False  # whether to keep the connection after the answer to the arriving request
+    _discards_input = False  # whatever still arrives is dropped
+    _is_lingering = False  # waits until the client has read its last answer
+    _has_eof = False  # the client sends nothing more, and may be gone
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,18 +71,18 @@ class Connection(ChunkProtocol):
         self._watch.stop()
         self._end_answers()
         super().connection_lost(exc)
-        # These hold the connection, too: without them it is freed now, not when the collector runs, minutes later.
+        # These refer back to the connection: without them it is freed now, not when the garbage collector runs.
         self.cycle = self._running = self._cycle_transport = None  # type: ignore[assignment]
 
     # -- closing -----------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Close now. Answers end at once: the event loop tells of the end later, and writing until then fails."""
+        """Close now. Answers end at once: the event loop reports the end later, and writes until then would fail."""
         self._end_answers()
         self.transport.abort()
 
     def _end_answers(self) -> None:
-        """Tell the request that is being answered: uvicorn would tell only the last one that has come."""
+        """End the request that is being answered; uvicorn would end only the one that arrived last."""
         self.pipeline.clear()
         if self._running is not None:
             self._running.disconnected = True
@@ -104,8 +104,8 @@ class Connection(ChunkProtocol):
             self.transport.close()
 
     def _linger(self) -> None:
-        """Close for sending, drop what the client still sends, then close: closing at once would reset the
-        connection under the answer, and the client would never see it."""
+        """Close for sending, drop what the client still sends, then close. Closing at once would reset the
+        connection, and the client would never see the answer."""
         self._discards_input = self._is_lingering = True
         self.pipeline.clear()
         self.flow.resume_reading()
@@ -113,7 +113,7 @@ class Connection(ChunkProtocol):
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    # -- answers, one after the other --------------------------------------------------------------------------
+    # -- answers, in order ---------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -127,13 +127,13 @@ class Connection(ChunkProtocol):
         if self._is_lingering:
             return
         super().on_response_complete()
-        if self._running is None and self._has_eof:  # nobody waited
+        if self._running is None and self._has_eof:  # no request waits
             self.transport.close()
 
-    # -- a client that has gone --------------------------------------------------------------------------------
+    # -- a client that is gone ---------------------------------------------------------------------------------
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Handle a FIN. A client that only closed its half (nc -N) still gets the answers it asked for."""
+        """Handle a FIN. A client that only closed its half (nc -N) still gets its answers."""
         if self._is_lingering or (self._running is None and not self._in_message):
             return False  # closes
         if self._in_message:
@@ -145,7 +145,7 @@ class Connection(ChunkProtocol):
         return True
 
     def watched(self) -> RequestResponseCycle | None:
-        """The running request whose client may be gone: nothing is read that would tell."""
+        """Return the running request if the client may be gone unnoticed, because nothing is read."""
         return self._running if self._has_eof or self.flow.read_paused else None
 
     def pause_writing(self) -> None:
@@ -159,15 +159,15 @@ class Connection(ChunkProtocol):
     # -- refusal -----------------------------------------------------------------------------------------------
 
     def _refuse(self, error: MiniInferError) -> None:
-        """Answer the request that is arriving with an error, and close."""
+        """Answer the arriving request with an error, and close."""
         self._discards_input = True
         if self._is_lingering or self.transport.is_closing():
             return
         running = self._running
         if running is not None and (running.response_started or not running.more_body):
-            self.abort()  # the error would land inside of the answer to an earlier request
+            self.abort()  # the error would become a part of the answer to an earlier request
             return
-        self._end_answers()  # this is the answer; the application need not make one
+        self._end_answers()  # the error is the answer; the application need not make one
         body = orjson.dumps(error_object(error))
         head = b"HTTP/1.1 %d %s\r\n" % (status := status_of(error), HTTPStatus(status).phrase.encode())
         for name, value in error_headers(error).items():

@@ -1,8 +1,8 @@
-"""Limits on connections: which ones to keep when there are too many. Plain counts, no I/O.
+"""Decides which connections to keep when there are too many. Plain counts, no I/O.
 
-Up to `max_connections` everybody gets one. Beyond them a reserve is for addresses that have few, so that one address
-cannot shut out all others, and a few spare slots are for health checks and for answering 503. When the spare slots
-are full, a newcomer takes that of the oldest in them, which has had its time to ask.
+Up to `max_connections`, every connection gets a slot. Beyond them there is a reserve for addresses with few
+connections, so that one address cannot shut out all others, and a few spare slots for health checks and answers 503.
+When the spare slots are full, a new connection displaces the oldest of them, which has had time for its request. See
 docs/decisions/http-connections.md.
 """
 
@@ -17,23 +17,23 @@ NUM_SPARE_CONNECTIONS = 64
 
 
 class ConnectionSlots(Generic[C]):
-    """The connections of one server. Call `enter` and `leave` once for each."""
+    """The slots of one server. Call `enter` and `leave` once for each connection."""
 
     def __init__(self, max_connections: int, reserved_per_address: int) -> None:
         self._max_regular = max_connections
         self._num_reserved = max_connections // 16 if reserved_per_address else 0
         self._reserved_per_address = reserved_per_address
         self._spare: dict[C, None] = {}  # oldest first
-        self._addresses: dict[C, str] = {}  # of the regular ones
+        self._addresses: dict[C, str] = {}  # of connections in regular slots
         self._per_address: Counter[str] = Counter()
 
     @property
     def max_open(self) -> int:
-        """Descriptors that connections can take; one more is accepted before it displaces another."""
+        """Most descriptors that connections can take; one is accepted before it displaces another."""
         return self._max_regular + self._num_reserved + NUM_SPARE_CONNECTIONS + 1
 
     def enter(self, connection: C, host: str) -> C | None:
-        """Give `connection` a slot; return the connection to close for it, if any."""
+        """Give `connection` a slot. Return the connection to close in exchange, if any."""
         address = network_of(host)
         num_regular = len(self._addresses)
         is_few = self._per_address[address] < self._reserved_per_address
@@ -60,7 +60,7 @@ class ConnectionSlots(Generic[C]):
 
 
 def network_of(host: str) -> str:
-    """The address to count by: of IPv6 the first 64 bits, which one host usually owns."""
+    """Return the address to count by; for IPv6 the first 64 bits, which one host usually owns."""
     if ":" not in host:
         return host
     try:

@@ -1,4 +1,4 @@
-"""Settings of bounds on clients' connections."""
+"""Settings of limits on clients' connections."""
 
 from __future__ import annotations
 

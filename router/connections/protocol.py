@@ -1,8 +1,8 @@
-"""Bounds on all that a client can send over one HTTP connection.
+"""Limits on everything that a client can send over one HTTP connection.
 
-Everything of a request that is not its body (headers, trailers, chunk extensions, the start of a request after it)
-counts against one bound. What is refused is refused with an error in JSON, and the connection closes. Who gets a
-connection at all is in `connection_slots`.
+All of a request except its body (headers, trailers, chunk extensions, the start of the next request) counts against
+one limit. A refusal is an error in JSON, after which the connection closes. `connection_slots` decides which clients
+get a connection.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from router.http.routes import OPEN_PATHS
 HEADER_TIMEOUT_SECONDS = 10.0
 SPARE_SECONDS = 1.0  # time for a connection in a spare slot to send its request
 MAX_LINGER_BYTES = 32 << 20
-NUM_OTHER_DESCRIPTORS = 256  # links to workers, files, libraries
-MAX_PIPELINED = 16  # requests that may wait behind the one that is answered
+NUM_OTHER_DESCRIPTORS = 256  # connections to workers, files, libraries
+MAX_PIPELINED = 16  # requests that may wait for the answer to an earlier one
 
 
 class _StopParsing(Exception):
-    """What follows in these bytes is of no interest. A callback can stop the parser in no other way."""
+    """Ends parsing: the rest of these bytes is ignored. A callback can stop the parser in no other way."""
 
 
 class BoundedProtocol(Connection):
     """One connection. `limits` and `slots` belong to the class: see `bounded_protocol`."""
 
     slots: ConnectionSlots[BoundedProtocol]
-    # of the request that is arriving
+    # of the arriving request
     _in_headers = False
-    _num_other_bytes = 0  # that are not a body
-    _has_ended = False  # a request before it, whose head is among these bytes
+    _num_other_bytes = 0  # bytes that are not a body
+    _has_ended = False  # an earlier request has ended whose head is counted in _num_other_bytes
     _num_chunks = 0
     # of the connection
     _is_spare = False
@@ -91,8 +91,8 @@ class BoundedProtocol(Connection):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The parser takes all that follows for another protocol. Nobody has to upgrade: read the same request
-            # without that wish, or the body of clients that always offer HTTP/2 (Java's) would be lost.
+            # The parser takes all that follows for another protocol. Upgrading is optional: parse the same request
+            # without the upgrade header, or the body of clients that always offer HTTP/2 (Java's) would be lost.
             method = self.parser.get_method()
             if method == b"CONNECT":
                 self._refuse(HttpError(501, "this server is no proxy"))
@@ -107,7 +107,7 @@ class BoundedProtocol(Connection):
     # -- a request as it arrives -------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= MAX_PIPELINED:  # answer those, then close: the client may ask again for the others
+        if len(self.pipeline) >= MAX_PIPELINED:  # answer those, then close: the client may repeat the rest
             self.cycle.keep_alive = False
             self._discards_input = True
             raise _StopParsing
@@ -131,7 +131,7 @@ class BoundedProtocol(Connection):
         self._stop_timer()
         self._in_headers = False
         if self.parser.should_upgrade():
-            return  # see _parse
+            return  # _parse repeats the request without the upgrade
         if self._num_other_bytes > MAX_HEADER_BYTES and head_bytes(self.url, self.headers) > MAX_HEADER_BYTES:
             self._stop(HttpError(431, "too long headers"))
         try:
@@ -143,7 +143,7 @@ class BoundedProtocol(Connection):
         super().on_headers_complete()
         cycle = self.cycle
         cycle.transport = self._cycle_transport
-        # Close after an answer that comes before the request's end: how much of it is left is unknown.
+        # Close after an answer that precedes the request's end, since the length of the rest is unknown.
         self._may_stay, cycle.keep_alive = cycle.keep_alive and not self._is_spare, False
 
     def on_chunk_header(self) -> None:
@@ -183,12 +183,12 @@ class BoundedProtocol(Connection):
         if self._in_message:
             self._refuse(HttpError(408, "the headers did not arrive in time"))
         else:
-            self.transport.close()  # it has not asked for anything
+            self.transport.close()  # it has not sent a request
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._running is None and self._in_message and not self._is_lingering:
-            self._start_timer()  # the headers of the next one have begun: limit the time for the rest
+            self._start_timer()  # the headers of the next request have begun: limit the time for the rest
 
     def _refuse(self, error: MiniInferError) -> None:
         self._stop_timer()
@@ -196,7 +196,8 @@ class BoundedProtocol(Connection):
 
 
 def bounded_protocol(config: HttpConfig) -> type[BoundedProtocol]:
-    """The protocol class of one server, with these limits. Raises ConfigError for more than this process may open."""
+    """Return the protocol class of one server with these limits. Raises ConfigError if the process may not open
+    enough."""
     limits = config.of(ConnectionSettings)
     slots = ConnectionSlots[BoundedProtocol](limits.max_connections, limits.reserved_per_address)
     allow_descriptors(slots.max_open + NUM_OTHER_DESCRIPTORS)
@@ -204,7 +205,7 @@ def bounded_protocol(config: HttpConfig) -> type[BoundedProtocol]:
 
 
 def allow_descriptors(count: int) -> None:
-    """Make sure that this process may open `count` descriptors. Raises ConfigError when it may not."""
+    """Make sure that this process may open `count` descriptors. Raises ConfigError otherwise."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checks on the head of an HTTP request beyond the parser's. Pure functions on plain data."""
+"""Checks on the head of an HTTP request beyond those of the parser. Pure functions on plain data."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from router.http.errors import HttpError
 
 MAX_HEADERS = 128
-MAX_HEADER_BYTES = 32 << 10  # of a request: all that is not its body
+MAX_HEADER_BYTES = 32 << 10  # of a request without its body
 MAX_CHUNKS = 1 << 16  # of a body in chunked encoding
-CHUNK_FRAMING_BYTES = 8  # that a chunk may take beside its data: a size in four digits and two line ends
+CHUNK_FRAMING_BYTES = 8  # allowed overhead of a chunk: a size in four digits and two line ends
 Headers = Sequence[tuple[bytes, bytes]]
 
 _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-fv:.]+\])(?::[0-9]*)?")
 
 
 def check_head(version: str, headers: Headers) -> None:
-    """Refuse what RFC 9112 says must be refused, because two servers may read it differently. Raises HttpError."""
+    """Refuse what RFC 9112 requires to refuse because two servers may read it differently. Raises HttpError."""
     if version not in ("1.0", "1.1"):
         raise HttpError(505, "this server speaks HTTP/1.1 and HTTP/1.0")
     hosts = codings = 0
@@ -37,5 +37,5 @@ def check_head(version: str, headers: Headers) -> None:
 
 
 def head_bytes(url: bytes, headers: Headers) -> int:
-    """Approximate size of the head on the wire."""
+    """Return the approximate size of the head on the wire."""
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)

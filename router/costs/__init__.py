@@ -1,1 +1,1 @@
-"""Placement by predicted costs: what is learned of each worker as it serves, and the roles that `routing` chooses."""
+"""Placement by predicted costs: measurements of each worker, and the roles that choose with `routing`."""

@@ -1,4 +1,4 @@
-"""What is learned of one worker as it serves: how fast it is, and what it has still to do."""
+"""Measurements of one worker: its speed and its backlog."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from router.workers.worker_link import Leg, Meter, WorkerLink
 
 
 class WorkerMeter(Meter):
-    """Measures the worker of a link. The backlog's work is that of open legs."""
+    """Measures the worker of a link. The backlog is the work of open legs."""
 
     def __init__(self, link: WorkerLink) -> None:
         super().__init__(link)
         self.rates, self.backlog = WorkerRates(), Backlog()
         self._work: dict[str, Work] = {}  # by leg
-        self._expected: dict[str, int] = {}  # prompt tokens by leg elsewhere
+        self._expected: dict[str, int] = {}  # prompt tokens, by leg on another worker
 
     @property
     def worker_id(self) -> WorkerId:
@@ -28,11 +28,11 @@ class WorkerMeter(Meter):
 
     @property
     def assigned(self) -> tuple[int, int]:
-        """Prompt tokens to compute and requests, by the router's own count."""
+        """Prompt tokens to compute and number of requests, as the router counts them."""
         return self.backlog.prompt_tokens, self._link.num_open + self._link.num_expected
 
     def view(self) -> WorkerView:
-        """The worker as the policy sees it."""
+        """Return the policy's view of the worker."""
         link = self._link
         max_num_seqs = link.info.max_num_seqs if link.info else 1
         return worker_view(
@@ -54,12 +54,12 @@ class WorkerMeter(Meter):
         meter_of(leg.next_link).expect(leg, self._work[leg.leg_id])
 
     def expect(self, leg: Leg, work: Work) -> None:
-        """Count a leg elsewhere that will go on here."""
+        """Count a leg on another worker that will continue here."""
         self._expected[leg.leg_id] = work.num_prompt_tokens
         self.backlog.expected_tokens += work.num_prompt_tokens
 
     def expect_no_more(self, leg: Leg) -> None:
-        """It has ended. Nothing, if the worker serves another model since."""
+        """Remove such a leg, which has ended. Does nothing if the worker has served another model since."""
         self.backlog.expected_tokens -= self._expected.pop(leg.leg_id, 0)
 
     def began(self, leg: Leg, times: pb.RequestTimes) -> None:
@@ -77,6 +77,6 @@ class WorkerMeter(Meter):
 
 
 def meter_of(link: WorkerLink) -> WorkerMeter:
-    """What has been learned of the worker of a link."""
-    assert isinstance(link.meter, WorkerMeter)  # this wing is here
+    """Return the meter of a link's worker."""
+    assert isinstance(link.meter, WorkerMeter)  # this wing sets the meter
     return link.meter

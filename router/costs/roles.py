@@ -1,4 +1,4 @@
-"""Roles by the policy: predicted costs, or one of `router/routing/policies`."""
+"""Roles chosen by the policy: predicted costs, or one of `router/routing/policies`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if HAS_SHORTLISTS:
 
 
 class PolicyRoles(Roles):
-    """Shows the workers and the request to the policy. `router/objectives` weighs more."""
+    """Shows the workers and the request to the policy. `router/objectives` extends it."""
 
     def __init__(self, config: RouterConfig, workers: ModelWorkers) -> None:
         super().__init__(config, workers)
@@ -44,7 +44,7 @@ class PolicyRoles(Roles):
         self._max_wait_seconds = config.of(LateRefusalSettings).max_wait_seconds if HAS_LATE_REFUSALS else 0.0
 
     def choose(self, journal: Journal, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]) -> Candidate:
-        """Raises OverloadedError for a new choice that would have to wait for too long."""
+        """Choose a placement. Raises OverloadedError for a new choice that would have to wait too long."""
         self._turn += 1
         request = RequestView(
             num_tokens=journal.num_tokens,
@@ -62,7 +62,7 @@ class PolicyRoles(Roles):
         return decision.chosen
 
     def decide(self, request: RequestView, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> Decision:
-        """Choose among views, as `policy.choose`."""
+        """Choose among views, see `policy.choose`."""
         return choose(self._policy, request, prefill, decode, self._config.local_prefill_tokens)
 
     def queue_began(self, now: float) -> None:
@@ -76,19 +76,19 @@ class PolicyRoles(Roles):
 
     def answered(self, journal: Journal, leg: Leg, now: float) -> None:
         num_tokens = len(journal.output_token_ids)
-        if journal.sampling.max_tokens > 1:  # else its length says nothing of others'
+        if journal.sampling.max_tokens > 1:  # otherwise the length says nothing about other answers
             self.answers.observe(num_tokens)
         meter_of(leg.link).rates.observe_answer(num_tokens - leg.num_tokens_at_first, now - leg.first_time)
 
     def _views(self, links: Sequence[WorkerLink], request: RequestView) -> list[WorkerView]:
-        """The workers among which the policy chooses, as it sees them."""
+        """Return the policy's views of the workers that it chooses among."""
         meters: Sequence[WorkerMeter] = [meter_of(link) for link in links]
         if HAS_SHORTLISTS:
             meters = shortlist(self._policy, meters, request)
         return [meter.view() for meter in meters]
 
     def _lacking_adapter(self, request: pb.Submit) -> frozenset[WorkerId]:
-        """Workers that must read the request's adapter first, as far as the index knows."""
+        """Return workers that the index knows no KV of the adapter on, and that must probably read it first."""
         if not request.adapter or not (infos := self._workers.infos()):
             return frozenset()
         holding = self._workers.index.matches([root_key(infos[0].model_fingerprint, request.adapter)])

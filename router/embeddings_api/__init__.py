@@ -1,1 +1,1 @@
-"""OpenAI's embeddings of texts, and scores of pairs of texts by their cosine: see docs/serving.md."""
+"""OpenAI's embeddings of texts, and scores of pairs of texts by cosine similarity: see docs/serving.md."""

@@ -1,4 +1,4 @@
-"""Documents to rank, of which a client may want no more than their beginning."""
+"""Documents to rerank, which a client may want truncated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.served_model import ServedModel
 
 
 async def document_ids(model: ServedModel, body: RerankBody, text: str) -> list[int]:
-    """Token ids of a document, of which `max_tokens_per_doc` are its own. Raises InvalidRequestError."""
+    """Return a document's token ids, at most `max_tokens_per_doc` of its own. Raises InvalidRequestError."""
     most = body.max_tokens_per_doc
     token_ids = await text_prompt(text, model.tokenizer, model.limits(), body.add_special_tokens, "documents")
     if most is None or len(token_ids) <= most:
@@ -20,12 +20,12 @@ async def document_ids(model: ServedModel, body: RerankBody, text: str) -> list[
 
 
 def beginning(token_ids: Sequence[int], own: Sequence[int], most: int) -> list[int]:
-    """Keep the first `most` tokens of a text and the special tokens around it, the last of which its vector may be.
+    """Keep the first `most` tokens of a text and the special tokens around it, as the vector may be that of the last.
 
-    own: the text's tokens without these.
+    own: the text's tokens without special tokens.
     """
     for start in range(len(token_ids) - len(own) + 1):
         end = start + len(own)
         if token_ids[start:end] == own:
             return [*token_ids[: start + min(most, len(own))], *token_ids[end:]]
-    return list(token_ids[:most])  # the tokenizer splits the text otherwise where it is alone
+    return list(token_ids[:most])  # the tokenizer splits the text differently without special tokens

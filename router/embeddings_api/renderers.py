@@ -1,4 +1,4 @@
-"""The answers of the three APIs, each in one piece. All vectors that are compared have length 1."""
+"""The answers of the three APIs, not streamed. Vectors that are compared have length 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.embeddings_api.vectors import as_base64, cosine
 
 
 class VectorRenderer(Renderer):
-    """An answer made of the vectors of a request, which are in the order of its inputs."""
+    """An answer made of a request's vectors, which are in the order of its inputs."""
 
     def __init__(self, request: VectorRequest, options: RenderOptions, tokenizer: Tokenizer) -> None:
         super().__init__(options, tokenizer, "list")
@@ -45,7 +45,7 @@ class EmbeddingRenderer(VectorRenderer):
 
 
 class ScoreRenderer(VectorRenderer):
-    """Scores of pairs: the last `num_right` inputs, each with its own of those before, or all with the only one."""
+    """Scores of pairs. The last `num_right` inputs are paired with the inputs before them, or all with one input."""
 
     def __init__(self, request: VectorRequest, options: RenderOptions, tokenizer: Tokenizer, num_right: int) -> None:
         super().__init__(request, options, tokenizer)
@@ -61,13 +61,13 @@ class ScoreRenderer(VectorRenderer):
 
 
 class RerankRenderer(VectorRenderer):
-    """Documents by how near they are to the query, which is the first input."""
+    """Documents in order of similarity to the query, which is the first input."""
 
     def __init__(
         self, request: VectorRequest, options: RenderOptions, tokenizer: Tokenizer,
         top_n: int | None, documents: Sequence[str],
     ) -> None:  # fmt: skip
-        """top_n: how many of them; None: all. documents: texts that results repeat; empty: none."""
+        """top_n: number of documents to return; None: all. documents: texts to repeat in results; empty: none."""
         super().__init__(request, options, tokenizer)
         self._top_n, self._documents = top_n, documents
 

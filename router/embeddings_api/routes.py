@@ -35,7 +35,7 @@ from router.truncation.truncation import truncated
 
 CHAT = "messages"
 Input = tuple[str, str | Sequence[int] | EmbeddingBody]
-"""The client's field that has it, and a text, token ids, or a body with messages."""
+"""The client's field that contains the input, and the input: a text, token ids, or a body with messages."""
 RendererOf = Callable[[VectorRequest, RenderOptions, Tokenizer], VectorRenderer]
 
 
@@ -81,7 +81,7 @@ async def _respond(
     finish: Callable[[Vector], Vector],
     renderer_of: RendererOf,
 ) -> Response:
-    """The answer, which asks for the vectors of all inputs when it is sent. finish: what becomes of each."""
+    """Return the answer; sending it computes the vectors of all inputs. finish: processes each vector."""
     model = gateway.model_for(http, body.model)
     model.dispatcher.admit()
     prompts = [await _prompt_ids(model, body, *each) for each in inputs]
@@ -124,7 +124,7 @@ def _choices(
 async def _prompt_ids(
     model: ServedModel, body: VectorBody, param: str, given: str | Sequence[int] | EmbeddingBody
 ) -> list[int]:
-    """Token ids of one input. Raises InvalidRequestError."""
+    """Return the token ids of one input. Raises InvalidRequestError."""
     limits = model.limits()
     if given == "":
         raise InvalidRequestError(f"the {param} is empty", param)
@@ -141,7 +141,7 @@ async def _prompt_ids(
         )
     else:
         token_ids = checked_ids(given, limits.vocab_size, param)
-    most = limits.max_model_len - 1  # the token that comes with a vector has a place, too
+    most = limits.max_model_len - 1  # the token that comes with a vector needs a position, too
     token_ids = truncated(token_ids, body.truncate_prompt_tokens, most, body.truncation_side)
     if len(token_ids) > most:
         however = f"your {param} resulted in {len(token_ids)} tokens, and a vector takes at most {most}"

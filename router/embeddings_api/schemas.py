@@ -19,7 +19,7 @@ from router.message_parts.messages import Message, check_messages
 from router.template_options.fields import TemplateKwargs
 from router.truncation.truncation import TruncationFields
 
-MAX_INPUTS = 2048  # of a request, as OpenAI's API has it
+MAX_INPUTS = 2048  # of a request, as in OpenAI's API
 
 TokenIds = Annotated[list[TokenIdField], Field(min_length=1)]
 Texts = Annotated[
@@ -29,7 +29,7 @@ Texts = Annotated[
 
 
 class VectorBody(TruncationFields):
-    """Fields that all requests for vectors have in common."""
+    """Fields of all requests for vectors."""
 
     model: Label | None = None
     pooling: Literal["last", "mean", "cls"] | None = None
@@ -40,7 +40,7 @@ class VectorBody(TruncationFields):
 
 
 class EmbeddingBody(VectorBody):
-    """POST /v1/embeddings, of inputs or, as in vLLM, of one conversation in the model's chat template."""
+    """POST /v1/embeddings, for inputs or, as in vLLM, for one conversation in the model's chat template."""
 
     input: Annotated[
         str
@@ -57,7 +57,7 @@ class EmbeddingBody(VectorBody):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     normalize: bool | None = None
-    use_activation: bool | None = None  # the same, as later releases of vLLM call it
+    use_activation: bool | None = None  # the name of `normalize` in later releases of vLLM
 
     @model_validator(mode="after")
     def _check_input(self) -> EmbeddingBody:
@@ -85,7 +85,7 @@ class EmbeddingBody(VectorBody):
 
     @property
     def inputs(self) -> Sequence[str | Sequence[int]]:
-        """Each of them a text or token ids; none of a conversation."""
+        """The inputs, each a text or token ids; empty for a conversation."""
         if self.input is None:
             return []
         if isinstance(self.input, str) or isinstance(self.input[0], int):
@@ -101,7 +101,7 @@ class ScoreBody(VectorBody):
 
     text_1: Texts = None
     text_2: Texts = None
-    queries: Texts = None  # another name of text_1, as data_1 is; the others are of text_2
+    queries: Texts = None  # names of text_1 are also queries and data_1; the others are of text_2
     documents: Texts = None
     items: Texts = None
     data_1: Texts = None
@@ -129,7 +129,7 @@ class ScoreBody(VectorBody):
 
 
 class Document(Body):
-    """A text in an object, whose other fields are the client's own."""
+    """A text in an object, whose other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -154,6 +154,6 @@ class RerankBody(VectorBody):
 
 
 def _first(body: ScoreBody, names: Sequence[str]) -> list[str]:
-    """The texts in the one of these fields that is given."""
+    """Return the texts of the one field among `names` that is given."""
     texts: Any = next(value for name in names if (value := getattr(body, name)) is not None)
     return [texts] if isinstance(texts, str) else list(texts)

@@ -1,6 +1,6 @@
-"""What is done with a vector: shortened, normalized, compared, written. Pure.
+"""Operations on vectors: shorten, normalize, compare, encode. Pure.
 
-Without numpy, which a router does not load: a vector of 1,024 numbers takes 0.1 ms.
+Without numpy, which the router does not load: a vector of 1,024 numbers takes 0.1 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Vector = Sequence[float]
 def shortened(vector: Vector, dimensions: int | None = None, normalizes: bool = True) -> Vector:
     """Truncate a vector to `dimensions` (None: all) and L2-normalize it if wanted. Raises InvalidRequestError.
 
-    Models trained for it (Matryoshka representation learning) put most of what they know into the first numbers.
+    Models trained for truncation (Matryoshka representation learning) put most information into the first numbers.
     """
     if dimensions is not None:
         if dimensions > len(vector):
@@ -38,7 +38,7 @@ def cosine(one: Vector, other: Vector) -> float:
 
 
 def as_base64(vector: Vector) -> str:
-    """Encode a vector as little-endian float32, which is what OpenAI's clients read."""
+    """Encode a vector as little-endian float32, the format that OpenAI's clients read."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

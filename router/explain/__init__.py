@@ -1,1 +1,1 @@
-"""Why a request went where it went, and how long each part of it took."""
+"""Explains why a request was placed where it was, and how long each part of it took."""

@@ -1,15 +1,13 @@
-"""Regret: what a placement cost more than the best one, by the cost model with what is known afterwards. Pure.
+"""Regret: the extra cost of a placement over the best one, by the cost model with later measurements. Pure.
 
 The terms of a candidate are those of `routing/predictor.py`, in seconds, corrected in two ways:
-
-- What grows with the answer (GROWING) is scaled to the length that the answer had.
-- What the request's workers measured replaces what was predicted of them: the wait for the prompt's turn, its
-  computation, the pull of its KV, the wait for a seat, the time of decoding. Candidates share workers, so that a
-  measurement corrects each one that would have used the worker for the same. Of other workers, the wait and the time
-  between tokens come from requests that were there at the same time, if there were any.
-
-All else stays predicted: a regret says what the model would choose now, and is no measurement of what would have
-happened there.
+- Terms that grow with the answer (GROWING) are scaled to the actual length of the answer.
+- Measurements of the request's workers replace their predictions: the wait for the prompt's turn, its computation,
+  the pull of its KV, the wait for a slot, the decode time. Since candidates share workers, a measurement corrects
+  every candidate that would have used the worker for the same purpose. For other workers, the wait and the time
+  between tokens come from concurrent requests, if there were any.
+All other terms stay predicted: regret says what the model would choose now. It does not measure what would have
+happened on another worker.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from dataclasses import dataclass, replace
 from router.routing.policy import Decision
 from router.routing.views import Candidate
 
-GROWING = ("decode", "crowding", "interruption")  # terms in proportion to the length of the answer
+GROWING = ("decode", "crowding", "interruption")  # terms proportional to the length of the answer
 
 
 @dataclass(frozen=True, slots=True)
 class LegFacts:
-    """What a worker measured up to its first output of a request, in seconds."""
+    """What a worker measured up to its first output for a request, in seconds."""
 
     worker: str
     queue: float
@@ -35,9 +33,9 @@ class LegFacts:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFacts:
-    """What is known of a request that was answered without a failure or a move on its way.
+    """Measurements of a request that was answered without failures or moves.
 
-    legs: of the worker that computed the prompt, and of the one that decoded, if that is another one.
+    legs: on the worker that computed the prompt, and on the decode worker if that is another one.
     decode_seconds: from the first token to the last.
     """
 
@@ -47,26 +45,26 @@ class AnswerFacts:
 
     @property
     def num_gaps(self) -> int:
-        """Tokens that were decoded: the first one is the prompt's."""
+        """Tokens that were decoded; the first token comes from the prompt."""
         return max(self.num_output_tokens - 1, 0)
 
     @property
     def decoding_seconds(self) -> float:
-        """The time of decoding alone, without the waits of the worker that pulled the KV."""
+        """The time spent decoding, without the waits of a worker that pulled the KV."""
         waited = self.legs[-1].queue + self.legs[-1].pull if len(self.legs) > 1 else 0.0
         return max(self.decode_seconds - waited, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What others measured of a worker, in seconds; None: nobody did."""
+    """What other requests measured of a worker, in seconds; None: not measured."""
 
-    queue: float | None = None  # of a prompt
+    queue: float | None = None  # before a prompt is computed
     gap: float | None = None  # between tokens
 
 
 def others_facts(others: Iterable[AnswerFacts]) -> dict[str, WorkerFacts]:
-    """What is known of workers by other requests; of each worker, what comes first counts."""
+    """Collect measurements of workers from other requests; the first measurement of each worker counts."""
     found: dict[str, WorkerFacts] = {}
     for facts in others:
         computed, decoded = facts.legs[0], facts.legs[-1].worker
@@ -81,7 +79,7 @@ def others_facts(others: Iterable[AnswerFacts]) -> dict[str, WorkerFacts]:
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """Two placements with the costs that are known afterwards; the same one twice where nothing is regretted."""
+    """Chosen and best placement with corrected costs; the same placement twice if nothing is regretted."""
 
     chosen: Candidate
     best: Candidate
@@ -92,9 +90,9 @@ class Hindsight:
 
 
 def hindsight(decision: Decision, facts: AnswerFacts, elsewhere: Mapping[str, WorkerFacts]) -> Hindsight:
-    """Compare the chosen placement with those that were not predicted to miss the objectives by more.
+    """Compare the chosen placement with candidates that were not predicted to miss the objectives by more.
 
-    elsewhere: of workers, by requests that were there at the same time.
+    elsewhere: measurements of workers by concurrent requests.
     """
     chosen = corrected(decision.chosen, decision.expected_tokens, facts, elsewhere)
     others = [
@@ -109,7 +107,7 @@ def hindsight(decision: Decision, facts: AnswerFacts, elsewhere: Mapping[str, Wo
 def corrected(
     candidate: Candidate, expected_tokens: float, facts: AnswerFacts, elsewhere: Mapping[str, WorkerFacts]
 ) -> Candidate:
-    """The candidate with the cost and the terms that are known afterwards."""
+    """Return the candidate with terms and cost corrected by measurements."""
     terms = dict(candidate.terms)
     for name in GROWING:
         if name in terms and expected_tokens:
@@ -123,14 +121,14 @@ def corrected(
 
 
 def _correct_prompt(terms: dict[str, float], candidate: Candidate, facts: AnswerFacts, others: WorkerFacts) -> None:
-    """Correct what is waited for until the prompt is where it is decoded."""
+    """Correct the terms up to the time when the prompt is on the worker that decodes it."""
     first, last, is_split = facts.legs[0], facts.legs[-1], len(facts.legs) > 1
     if (candidate.prefill or candidate.decode) == first.worker:
         terms |= {"queue": first.queue, "compute": first.prefill + first.pull}
         if "adapter" in terms:
-            terms["adapter"] = 0.0  # was read meanwhile
+            terms["adapter"] = 0.0  # was read in that time
         if candidate.prefill is None and not is_split:
-            terms["slot"] = 0.0  # was waited for in the queue
+            terms["slot"] = 0.0  # the wait is part of `queue`
     elif others.queue is not None:
         terms["queue"] = others.queue
     if candidate.prefill is None:

@@ -1,6 +1,6 @@
-"""Routing decisions and time lines of recent requests: a bounded log that GET /explain/{id} reads back.
+"""A bounded log of recent requests' routing decisions and time lines, which GET /explain/{id} returns.
 
-Holds no text and no tokens once a choice has ended. The time line's spans are consecutive, so they sum to the total.
+Holds no text, and no tokens once a choice has ended. A time line's spans are consecutive, so they sum to the total.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_CANDIDATES_SHOWN = 16
 
 @dataclass(slots=True)
 class _Choice:
-    """Record of one choice. Its journal is kept while it is open, and then its counts."""
+    """Record of one choice: its journal while it is open, and its counts afterwards."""
 
     journal: Journal | None
     decisions: list[Decision] = field(default_factory=list)
@@ -35,7 +35,7 @@ class _Choice:
 
 
 class ExplainLog(RequestLog):
-    """The newest requests; older ones are forgotten."""
+    """The most recent requests; older ones are dropped."""
 
     def __init__(self) -> None:
         self._choices: OrderedDict[str, _Choice] = OrderedDict()
@@ -52,7 +52,7 @@ class ExplainLog(RequestLog):
         choice.decisions.append(decision)
 
     def first_delta(self, journal: Journal, leg: Leg, expected_cached_tokens: int | None) -> None:
-        """Keep what a leg's worker measured. expected_cached_tokens: None where the prompt was computed before."""
+        """Record what a leg's worker measured. expected_cached_tokens: None if the prompt was computed before."""
         choice, times = self._choices.get(journal.choice_id), leg.times
         if choice is None or times is None:
             return
@@ -82,7 +82,7 @@ class ExplainLog(RequestLog):
             choice.journal = None
 
     def recent(self, count: int, now: float) -> list[dict[str, Any]]:
-        """The newest choices, newest first: counts, time line and what workers measured."""
+        """Return the most recent choices, newest first: counts, time line and measurements of workers."""
         return [
             {
                 "choice": key,
@@ -93,7 +93,7 @@ class ExplainLog(RequestLog):
         ]
 
     def find(self, request_id: str, now: float) -> list[dict[str, Any]]:
-        """All choices of a request, by its public id; empty when it is unknown or forgotten."""
+        """Return all choices of a request by its public id; empty if it is unknown or was dropped."""
         return [
             _shown(key, choice, self._hindsight(choice), now)
             for key, choice in self._choices.items()
@@ -101,7 +101,7 @@ class ExplainLog(RequestLog):
         ]
 
     def _hindsight(self, choice: _Choice) -> dict[str, Any] | None:
-        """Compute the regret of a placement from what the request and concurrent ones measured."""
+        """Compute the regret of a placement from measurements of this and of concurrent requests."""
         facts = _facts(choice)
         if facts is None or not choice.decisions:
             return None
@@ -154,7 +154,7 @@ def _shown(name: str, choice: _Choice, known: dict[str, Any] | None, now: float)
 
 
 def _facts(choice: _Choice) -> AnswerFacts | None:
-    """What is known of an answer; None before its end, and when it did not stay where it was placed."""
+    """Return the measurements of an answer; None before its end, and if it left its first placement."""
     counts = choice.counts
     if counts.get("state") not in ("stop", "length") or counts["migrations"] or counts["moves"]:
         return None
@@ -181,7 +181,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _time_line(journal: Journal, end: float) -> list[dict[str, Any]]:
-    """Consecutive spans from arrival to end. Each event ends the span before it."""
+    """Return consecutive spans from arrival to end. Each event ends one span."""
     names = ["accepted", *map(_told, journal.events)]
     times = [journal.arrival, *(event.time for event in journal.events), end]
     return [

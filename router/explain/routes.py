@@ -1,4 +1,4 @@
-"""GET /explain/{id}, and the logs that it reads: one for each model of a router."""
+"""GET /explain/{id}, with one log for each model of a router."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from router.http.routes import Routes, json_response
 
 
 def add_explain_route(routes: Routes, gateway: Gateway) -> None:
-    """Log from now on."""
+    """Add the route, and start logging."""
     logs = {model.name: ExplainLog() for model in gateway.base_models}
     for model in gateway.base_models:
         model.dispatcher.log, roles = logs[model.name], model.dispatcher.roles
-        assert isinstance(roles, PolicyRoles)  # that wing is here
+        assert isinstance(roles, PolicyRoles)  # explain needs the wing of costs
         roles.on_decision = logs[model.name].decided
     gateway.memory["explain_entries"] = lambda: sum(map(len, logs.values()))
 

@@ -142,8 +142,7 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 def _input(call: DeltaToolCall) -> dict[str, Any]:
     """Return the arguments of a call as an object; {} if they are none, since a block's input must be one. Of a call
-    that was cut short, keep the complete part, as Anthropic's clients do with streamed arguments.
-    """
+    that was cut short, keep the complete part, as Anthropic's clients do with streamed arguments."""
     try:
         value = orjson.loads(call.arguments)
     except orjson.JSONDecodeError:

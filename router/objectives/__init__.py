@@ -1,1 +1,1 @@
-"""Latency objectives: placements that keep them, and moves of running requests."""
+"""Latency objectives: placements that meet them, and moves of running requests."""

@@ -1,5 +1,6 @@
-"""Roles as preferences: places the requests of one model by latency objectives, and moves those that prefill workers
-keep. The thin part; `placement.py` and `moves.py` decide. With a policy that does not predict, roles are rules.
+"""Roles as preferences: places a model's requests by latency objectives, and moves those kept on prefill workers.
+
+This is the thin part; `placement.py` and `moves.py` decide. With a policy that does not predict, roles are fixed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import Leg, WorkerLink
 
-MOVE_SECONDS = 0.05  # between looks at requests that prefill workers keep
+MOVE_SECONDS = 0.05  # interval of checks on requests that prefill workers keep
 
 
 class FixedRoles(PolicyRoles):
-    """The policy chooses alone; objectives, if any, say when tokens are due, and what its choice misses."""
+    """The policy alone chooses. Objectives, if any, say when tokens are due and by how much a choice misses them."""
 
     def __init__(self, objectives: Objectives, config: RouterConfig, workers: ModelWorkers) -> None:
         super().__init__(config, workers)
@@ -43,12 +44,12 @@ class FixedRoles(PolicyRoles):
         return choose(self._policy, request, prefill, decode, self._config.local_prefill_tokens, predictor)
 
     def due_seconds(self, chosen: Placement, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
-        assert isinstance(chosen, Candidate)  # of `decide`
+        assert isinstance(chosen, Candidate)  # chosen by `decide`
         return self._objectives.due_seconds(chosen, num_new_tokens, waited_seconds, has_started)
 
 
 class AdaptiveRoles(FixedRoles):
-    """Placement and moves of one model's requests. Belongs to the running event loop."""
+    """Places and moves one model's requests. Belongs to the running event loop."""
 
     def __init__(self, objectives: Objectives, config: RouterConfig, workers: ModelWorkers) -> None:
         super().__init__(objectives, config, workers)
@@ -59,7 +60,7 @@ class AdaptiveRoles(FixedRoles):
         return place(request, prefill, decode, self._config.local_prefill_tokens, self._objectives)
 
     def watch_kept(self, leg: Leg) -> None:
-        """Look now and then whether the leg's choice should move to a decode worker."""
+        """Check regularly whether the leg's choice should move to a decode worker."""
         choice = leg.listener
         assert isinstance(choice, Choice)
         self._kept[choice.journal.choice_id] = choice
@@ -84,7 +85,7 @@ class AdaptiveRoles(FixedRoles):
 
 
 def kept_leg(choice: Choice) -> Leg | None:
-    """The open leg where a prefill worker decodes the choice and has not been asked to hand it over."""
+    """Return the open leg if a prefill worker decodes the choice and has not been asked to hand it over."""
     leg = choice.leg
     if leg is None or leg.link.role != "prefill" or choice.state is not State.DECODE:
         return None
@@ -101,7 +102,7 @@ def move(choice: Choice, chosen: Candidate) -> None:
         return
     choice.placement = chosen
     roles = choice.dispatcher.roles
-    assert isinstance(roles, PolicyRoles)  # of this wing
+    assert isinstance(roles, PolicyRoles)  # set by this wing
     roles.on_decision(choice.journal, Decision(chosen, (chosen,), "move"))
     leg.next_link = target
     target.num_expected += 1
@@ -116,7 +117,7 @@ def _request(choice: Choice, answers: AnswerLength, seconds_here: float) -> Kept
 
 
 def open_objectives(config: RouterConfig, workers: ModelWorkers) -> FixedRoles:
-    """What places by the objectives; without any, by the policy alone."""
+    """Return the roles that place by the objectives; without objectives, by the policy alone."""
     objectives = config.of(ObjectiveSettings).objectives
     is_adaptive = bool(objectives) and config.of(RoutingSettings).policy == "cost"
     return AdaptiveRoles(objectives, config, workers) if is_adaptive else FixedRoles(objectives, config, workers)

@@ -1,8 +1,7 @@
-"""Moves of running requests from prefill workers, which kept them, to decode workers. Pure.
+"""Moves of running requests from the prefill workers that kept them to decode workers. Pure.
 
-A kept request moves when staying costs clearly more than moving: prompts come to its worker and step beside it, or
-decode workers have room again. Nothing keeps a request anew once it has started, so each moves once at most and
-none goes back and forth.
+A kept request moves when staying costs clearly more than moving: its worker gets prompts, whose steps delay it, or
+decode workers have room again. Only a new request can be kept, so a request moves at most once and never goes back.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from router.objectives.predictor import FEW_GAPS, ObjectivePredictor
 from router.routing.rates import AnswerLength
 from router.routing.views import EXPECTED_TOKENS, Candidate, RequestView, WorkerView
 
-MIN_STAY_SECONDS = 0.2  # between the first token of a kept request and its move
+MIN_STAY_SECONDS = 0.2  # least time between the first token of a kept request and its move
 MIN_TOKENS_LEFT = 8  # a request about to end is not worth a pull
-MAX_MOVES = 8  # from one worker at one look: their pulls share its memory and links
-CLEARLY = 1.25  # costs of moving that staying must exceed
-PATIENCE_SECONDS = 0.1  # of prompts queued on a worker, after which they count as its normal state
+MAX_MOVES = 8  # from one worker at each check, since their pulls share its memory and links
+CLEARLY = 1.25  # staying must cost more than this factor times the cost of moving
+PATIENCE_SECONDS = 0.1  # queued prompt work at which prompts are taken to need half of the worker's time
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRequest:
-    """A request that decodes on a prefill worker."""
+    """A request that decodes on the prefill worker that computed it."""
 
     choice_id: str
     num_tokens: int
@@ -42,7 +41,7 @@ class Move:
 
 
 def tokens_left(answers: AnswerLength, max_tokens: int, num_tokens: int) -> float:
-    """Expected tokens of an answer after its first `num_tokens`: a quarter of the mean when it is longer."""
+    """Return the expected remaining tokens after `num_tokens`, at least a quarter of the mean length."""
     mean = answers.mean or EXPECTED_TOKENS
     return min(max(mean - num_tokens, mean / 4), max_tokens - num_tokens)
 
@@ -54,9 +53,9 @@ def choose_moves(
     objectives: Objectives,
     must_leave: bool = False,
 ) -> list[Move]:
-    """Which of the requests kept on `source` go where, those with the most tokens left first.
+    """Choose which of the requests kept on `source` move and where, those with the most tokens left first.
 
-    must_leave: all of them, because their worker drains.
+    must_leave: all requests must move, because their worker drains.
     """
     moves: list[Move] = []
     views = list(targets)
@@ -82,7 +81,7 @@ def _best_target(
     objectives: Objectives,
     must_leave: bool,
 ) -> tuple[Candidate, int] | None:
-    """The cheapest target that keeps the objectives and costs clearly less than staying."""
+    """Return the cheapest target that meets the objectives and costs clearly less than staying."""
     view = RequestView(request.num_tokens, {}, request.tokens_left)
     predict = ObjectivePredictor(objectives, view, [source, *targets])
     stay = inf if must_leave else _stay_seconds(predict, source, request)
@@ -108,7 +107,7 @@ def _best_target(
 
 
 def _stay_seconds(predict: ObjectivePredictor, source: WorkerView, request: KeptRequest) -> float:
-    """What staying costs: its own tokens beside prompts, and what its row takes from other rows and from prompts."""
+    """Cost of staying: its own tokens next to prompts, and the delay it causes to other rows and prompts."""
     others = _without(source, request)
     queue = predict.queue_seconds(source)
     alone = predict.queue_seconds(replace(source, num_rows=0))

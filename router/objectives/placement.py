@@ -1,13 +1,11 @@
 """Placements of a request under latency objectives: which workers compute and decode it. Pure.
 
 A worker's role is a preference. A request may be
-
     disaggregated  a prefill worker computes the prompt, a decode worker the rest
     local          a decode worker does both, the prompt in chunks that keep the ITL objective of its streams
     kept           a prefill worker does both; a move to a decode worker may follow
-
-`predictor.py` predicts for each of them time to first token, time between tokens and cost. Among those that
-keep both objectives the cheapest is taken, else the one that misses them least.
+`predictor.py` predicts time to first token, time between tokens and cost of each. The cheapest placement that meets
+both objectives is chosen, otherwise the one that misses them least.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from router.objectives.predictor import ObjectivePredictor
 from router.routing.policy import Decision, cheapest
 from router.routing.views import Candidate, RequestView, WorkerView
 
-SAME_VIOLATION = 0.05  # differences below are noise
-MOST_BESIDE = 0.65  # share of a prefill worker's time that its prompts may take beside rows, or its queue grows
-SHORT_QUEUE = 0.05  # seconds of prompts on a prefill worker, up to which it counts as idle
+SAME_VIOLATION = 0.05  # smaller differences are noise
+MOST_BESIDE = 0.65  # most time that prompts may take of a prefill worker that decodes too; with more its queue grows
+SHORT_QUEUE = 0.05  # seconds of queued prompts up to which a prefill worker counts as idle
 
 
 def place(
@@ -33,7 +31,7 @@ def place(
     local_prefill_tokens: int,
     objectives: Objectives,
 ) -> Decision:
-    """The decision for one request, as `policy.choose`. Raises UnavailableError without a decode worker."""
+    """Decide the placement of one request, as `policy.choose`. Raises UnavailableError without a decode worker."""
     if not decode:
         raise UnavailableError("no decode worker is available")
     candidates = placements_for(request, prefill, decode, local_prefill_tokens, objectives)
@@ -48,7 +46,7 @@ def placements_for(
     local_prefill_tokens: int,
     objectives: Objectives,
 ) -> list[Candidate]:
-    """Every placement. A prefill worker with a queue, or more streams than decode workers have, keeps nothing."""
+    """Return all placements. A prefill worker with a queue, or more streams than decode workers, keeps nothing."""
     decode = [_in_slots(worker) for worker in decode]
     predict = ObjectivePredictor(objectives, request, [*prefill, *decode], local_prefill_tokens)
     candidates = predict.disaggregated(prefill, decode)
@@ -62,7 +60,7 @@ def placements_for(
 
 
 def _in_slots(worker: WorkerView) -> WorkerView:
-    """The worker without the rows that wait for a slot, which make steps no longer."""
+    """Return the worker without the rows that wait for a slot, since they do not make steps longer."""
     if worker.num_rows <= worker.num_slots:
         return worker
     context_tokens = worker.context_tokens * worker.num_slots // worker.num_rows
@@ -70,7 +68,7 @@ def _in_slots(worker: WorkerView) -> WorkerView:
 
 
 def admissible(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Select the placements that keep the objectives, or miss them least, and of these the cheapest kind."""
+    """Select placements that meet the objectives, or miss them least, and among these the cheapest kind."""
     least = min(candidate.violation for candidate in candidates)
     limit = 0.0 if least == 0 else least + SAME_VIOLATION
     kept = [candidate for candidate in candidates if candidate.violation <= limit]

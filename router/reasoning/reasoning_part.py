@@ -194,8 +194,7 @@ def asked_of_template(
     body: ReasoningFields, effort: str | None, part: ReasoningPart | None, known: Set[str]
 ) -> tuple[str, set[str]]:
     """Return the field that asks the chat template for an effort, and the variables that the request does not name.
-    The field is empty where the effort is followed without the template. known: the template's variables.
-    """
+    The field is empty where the effort is followed without the template. known: the template's variables."""
     added = set(_template_variables(body.model_dump(include={*_ASKING})))
     is_off = effort == "none" and (added & known or (part is not None and part.never_reasons))
     return "" if is_off else body.effort_field, added

@@ -24,8 +24,7 @@ class ResponsesRenderer(Renderer):
         on_complete: Callable[[dict[str, Any], DeltaLengths], None],
     ) -> None:
         """facts: fields of the request that the response repeats. on_complete: gets a finished response and its delta
-        lengths, unless it failed before the client knew its id.
-        """
+        lengths, unless it failed before the client knew its id."""
         super().__init__(options, tokenizer, "response")
         self._facts = {**facts, "model": options.model, "created_at": options.created}
         self._on_complete = on_complete

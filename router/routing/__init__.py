@@ -1,1 +1,1 @@
-"""Which workers serve a request: views of the workers, predicted costs, policies. Pure."""
+"""Chooses which workers serve a request: views of the workers, predicted costs, policies. Pure."""

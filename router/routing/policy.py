@@ -1,4 +1,4 @@
-"""Routing policy: which workers serve a request. Pure: all inputs are arguments, randomness included."""
+"""Routing policy: which workers serve a request. Pure: all inputs, even randomness, are arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from common.wings import has_wing
 from router.routing.predictor import Predictor
 from router.routing.views import Candidate, RequestView, WorkerView
 
-NEAR = 1.1  # decode times within 10% are equal, as are the rests of costs: measured times of equal workers differ so
+NEAR = 1.1  # decode times within 10% count as equal, and other costs too: equal workers' measurements differ so much
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The candidate that was chosen, and all that were considered, for an answer of the expected length."""
+    """The chosen candidate and all that were considered, for an answer of the expected length."""
 
     chosen: Candidate
     candidates: tuple[Candidate, ...]
@@ -31,10 +31,10 @@ def choose(
     local_prefill_tokens: int,
     predictor: Callable[[RequestView, Sequence[WorkerView], int], Predictor] = Predictor,
 ) -> Decision:
-    """The decision for one request; `policy` is one of POLICIES. Raises UnavailableError without a decode worker.
+    """Choose for one request. `policy` is one of POLICIES. Raises UnavailableError without a decode worker.
 
-    A decode worker computes a prompt itself when the part that its cache lacks is short, or when there is no prefill
-    worker; else every pair of workers is a candidate.
+    A decode worker computes the prompt itself if its cache lacks only a short part, or if there is no prefill worker.
+    Otherwise every pair of workers is a candidate.
     """
     if not decode:
         raise UnavailableError("no decode worker is available")
@@ -46,9 +46,9 @@ def choose(
 
 
 def cheapest(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    """The lowest cost. Ties go to the least loaded, then to the longest cached prefix, then at random.
+    """Return the candidate of lowest cost. Ties: least loaded, then longest cached prefix, then random.
 
-    Decode times, most of a cost, are compared apart: their errors would hide what a cached prefix saves.
+    Decode times, most of the cost, are compared separately: their errors would hide what a cached prefix saves.
     """
     fastest = min(candidate.terms["decode"] for candidate in candidates)
     rests = []
@@ -61,7 +61,7 @@ def cheapest(request: RequestView, candidates: Sequence[Candidate]) -> Candidate
     return request.drawn([c for c in near if (-c.load, c.cached_tokens) == best])
 
 
-# Each picks one of at least one candidates; None: it has no preference, and the cheapest is taken.
+# Each picks one of the candidates, at least one; None: no preference, and the cheapest is taken.
 POLICIES: dict[str, Callable[[RequestView, Sequence[Candidate]], Candidate | None]] = {"cost": cheapest}
 if has_wing("router.routing.policies"):
     from router.routing.policies.policies import OTHER_POLICIES

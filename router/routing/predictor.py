@@ -1,10 +1,10 @@
-"""The router's cost model: what a placement costs, from learned step costs. Pure.
+"""The router's cost model: predicts the cost of a placement from learned step costs. Pure.
 
-    TTFT = work of the prompts queued and the own + steps they are spread over * decode step
+    TTFT = work of the queued prompts and its own + number of steps for it * decode step
 
-The cost is in seconds that this request and those it disturbs lose: TTFT, the pull, a seat, own tokens, and the time
-that a local prompt and one more row take from each row that is there. Nothing can be missed: prompts are computed as
-fast as can be, and a second of somebody else's delay counts as one. `router/objectives` predicts where it can.
+The cost is the time, in seconds, that this request and the requests it delays lose: TTFT, pull, wait for a slot, its
+tokens, and the delay of other rows by a local prompt and by one more row. There are no objectives to miss here:
+prompts run as fast as possible, and all delays count alike. `router/objectives` overrides this.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from router.routing.views import (
     WorkerView,
 )
 
-MAX_CHUNK_TOKENS = 8192  # of a step; what a worker really takes matters little
-MOST_DISTURBED = 16  # rows that a local prompt counts for: more would leave it waiting too long
+MAX_CHUNK_TOKENS = 8192  # of a step; the worker's actual limit matters little
+MOST_DISTURBED = 16  # most rows whose delay by a local prompt counts: with more it would wait too long
 
 
 class Predictor:
-    """Predictions for one request; a worker without measurements gets the mean of the others, or defaults."""
+    """Predictions for one request. A worker without measurements gets the mean of the others, or defaults."""
 
     def __init__(self, request: RequestView, workers: Sequence[WorkerView], local_prefill_tokens: int = 0) -> None:
         self._request = request
-        self._free_tokens = local_prefill_tokens  # so few beside decode rows delay nobody
+        self._free_tokens = local_prefill_tokens  # so few prompt tokens in decode steps delay no rows
         self._costs = _complete_costs(workers)
         pulls = [worker.pull_tokens_per_second for worker in workers if worker.pull_tokens_per_second]
         self._pull_rate = sum(pulls) / len(pulls) if pulls else DEFAULT_PULL_TOKENS_PER_SECOND
 
     def disaggregated(self, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> list[Candidate]:
-        """Every pair of a worker that computes the prompt and one that decodes."""
+        """Predict every pair of a prefill worker and a decode worker."""
         request = self._request
         firsts = [(w, self._first_token(w, request.num_tokens - request.cached_on(w))) for w in prefill]
         candidates = []
@@ -50,7 +50,7 @@ class Predictor:
         return candidates
 
     def on_one_worker(self, worker: WorkerView) -> Candidate:
-        """Prompt and decode on one worker, the prompt in chunks."""
+        """Predict prompt and decode on one worker, the prompt in chunks."""
         cost = self._costs[worker.worker_id]
         prompt = self._first_token(worker, self._request.num_tokens - self._request.cached_on(worker))
         work = self._delaying_work(worker)
@@ -60,32 +60,32 @@ class Predictor:
         terms = prompt | self._decode_terms(worker) | {"disturbance": harm * delay_seconds}
         return self._candidate(worker, None, terms)
 
-    # -- what objectives change ----------------------------------------------------------------------------------
+    # -- overridden by objectives --------------------------------------------------------------------------------
 
     def _harm(self, num_rows: int, gap: float) -> float:
-        """What a second counts for by which so many rows are delayed, whose gaps become so long."""
+        """Weight of one second of delay for `num_rows` rows whose time between tokens becomes `gap`."""
         return min(num_rows, MOST_DISTURBED)
 
     def _chunk(self, worker: WorkerView, num_rows: int, context: float) -> float:
-        """Work of prompts in a step beside so many decode rows, as the worker bounds it."""
+        """Prompt work in a step with so many decode rows, as the worker limits it."""
         return MAX_CHUNK_TOKENS * self._costs[worker.worker_id].prompt_token
 
     def _latencies(
         self, decode: WorkerView, prefill: WorkerView | None, terms: Mapping[str, float]
     ) -> tuple[float, float, float]:
-        """TTFT, time between tokens, and by how much both miss their objectives; 0: nobody asks."""
+        """Return TTFT, time between tokens, and by how much both miss their objectives; 0: not needed."""
         return 0.0, 0.0, 0.0
 
-    # -- parts, which moves use too ------------------------------------------------------------------------------
+    # -- parts, also used by moves -------------------------------------------------------------------------------
 
     def decode_seconds(self, worker: WorkerView) -> float:
-        """Mean time between tokens on a worker with one row more, prompts that come there included."""
+        """Predict the mean time between tokens on a worker with one more row, including delays by prompts."""
         step, share = self._decode_step(worker, 1), self.prompt_share(worker)
-        chunk = self._chunk_seconds(worker)  # beside every step, at most
+        chunk = self._chunk_seconds(worker)  # added to at most every step
         return step + (min(step * share / (1.0 - share), chunk) if share < 1.0 else chunk)
 
     def prompt_share(self, worker: WorkerView) -> float:
-        """Share of a worker's time that the prompts take which come there."""
+        """Share of a worker's time that the prompts arriving there take."""
         cost = self._costs[worker.worker_id]
         return min(cost.work(worker.prompt_tokens_per_second, worker.prompt_pairs_per_second), 1.0)
 
@@ -93,29 +93,29 @@ class Predictor:
         return num_tokens / (worker.pull_tokens_per_second or self._pull_rate)
 
     def crowding_seconds(self, worker: WorkerView) -> float:
-        """What the request as one more row takes from those that are there, each step."""
+        """Time per step that this request, as one more row, takes from all other rows."""
         cost = self._costs[worker.worker_id]
         return worker.num_rows * (cost.row + cost.context * self._request.num_tokens)
 
     def _delaying_work(self, worker: WorkerView) -> float:
-        """Work of the request's prompt that rows on the worker would wait for."""
+        """Work of the request's prompt that would delay rows on the worker."""
         cached = self._request.cached_on(worker)
         num_tokens = max(self._request.num_tokens - cached - self._free_tokens, 0)
         return self._costs[worker.worker_id].work(num_tokens, num_pairs(cached, num_tokens))
 
     def _gap_beside(self, worker: WorkerView, work: float) -> float:
-        """The time between tokens of rows there, beside chunks of so much work more."""
+        """Predict the time between tokens of the worker's rows, with prompt chunks of `work` more in total."""
         chunk = self._chunk(worker, worker.num_rows, worker.context_tokens)
         beside = min(chunk, self._queued_work(worker) + work) if worker.num_rows else 0.0
         return self._decode_step(worker, 0) + (self._costs[worker.worker_id].prompt + beside if beside else 0.0)
 
     def _decode_step(self, worker: WorkerView, num_more: int) -> float:
-        """A step that only decodes, with so many rows as long as the request more."""
+        """Predict a step that only decodes, with `num_more` additional rows as long as the request."""
         context = worker.context_tokens + num_more * self._request.num_tokens
         return self._costs[worker.worker_id].seconds(worker.num_rows + num_more, context=context)
 
     def _chunk_seconds(self, worker: WorkerView) -> float:
-        """What a chunk of prompts adds to such a step with one row more."""
+        """Predict the time that a prompt chunk adds to a decode step with one more row."""
         context = worker.context_tokens + self._request.num_tokens
         chunk = self._chunk(worker, worker.num_rows + 1, context)
         work = max(self._queued_work(worker), self._usual_work(worker))
@@ -125,7 +125,7 @@ class Predictor:
         return self._costs[worker.worker_id].work(worker.queued_prefill_tokens, worker.queued_prefill_pairs)
 
     def _usual_work(self, worker: WorkerView) -> float:
-        """Work of one of the prompts that came there lately."""
+        """Mean work of the prompts that came to the worker recently."""
         if not worker.prompts_per_second:
             return math.inf
         cost = self._costs[worker.worker_id]
@@ -133,7 +133,7 @@ class Predictor:
         return work / worker.prompts_per_second
 
     def _prompt_seconds(self, worker: WorkerView, work: float) -> float:
-        """Time for so much work of prompts beside the rows that decode there."""
+        """Predict the time for this prompt work, in steps that also decode the worker's rows."""
         cost, num_rows = self._costs[worker.worker_id], worker.num_rows
         num_steps = math.ceil(work / self._chunk(worker, num_rows, worker.context_tokens))
         return work + num_steps * (self._decode_step(worker, 0) + cost.prompt)
@@ -174,9 +174,9 @@ class Predictor:
 
 
 def _complete_costs(workers: Sequence[WorkerView]) -> dict[str, StepCost]:
-    """Step costs with what is not measured filled in: a prefill worker that never decodes, a decode worker before
-    its first prompt. One that was slow and then got nothing, while others did, is taken to be as fast as the fastest:
-    its next request says whether it still is."""
+    """Return step costs with missing measurements filled in: of a prefill worker that never decodes, or of a decode
+    worker before its first prompt. A worker that was slow and then got nothing, while others did, is assumed to be as
+    fast as the fastest; its next request tells whether it is."""
     decoding = [w.step for w in workers if w.step.base]
     computing = [w.step for w in workers if w.step.prompt_token]
     base = _mean([c.base for c in decoding], DEFAULT_STEP_SECONDS)

@@ -1,4 +1,4 @@
-"""Settings of the choice of workers."""
+"""Settings of the routing policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy's view of workers and of one request, and the candidates that it chooses among. Plain data."""
+"""The policy's view of workers and of a request, and the candidates that it chooses among. Plain data."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from common.step_times import StepCost
 from kvstore.types import WorkerId
 from router.journal import Placement
 
-EXPECTED_TOKENS = 64  # of an answer, before any was measured
-# Of a worker, before any was measured.
+EXPECTED_TOKENS = 64  # of an answer, before any is measured
+# Of a worker, before any is measured.
 DEFAULT_PREFILL_TOKENS_PER_SECOND = 2_000.0
 DEFAULT_PULL_TOKENS_PER_SECOND = 100_000.0
 DEFAULT_STEP_SECONDS = 0.02
 UNMEASURED = StepCost()
-ADAPTER_SECONDS = 0.05  # that a worker takes to read an adapter
-KV_PRESSURE_START = 0.9  # share of KV blocks in use from which on a worker costs more
+ADAPTER_SECONDS = 0.05  # for a worker to read an adapter
+KV_PRESSURE_START = 0.9  # share of KV blocks in use above which a worker costs more
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +24,22 @@ class WorkerView:
     """The policy's view of one worker."""
 
     worker_id: WorkerId
-    # What it has to do.
+    # Its backlog.
     num_running: int = 0
     num_waiting: int = 0
-    num_rows: int = 0  # requests that decode there or will; on a prefill worker those that it keeps
+    num_rows: int = 0  # requests that decode there or will; on a prefill worker the requests that it keeps
     context_tokens: int = 0  # of these requests
     queued_prefill_tokens: int = 0
     queued_prefill_pairs: float = 0.0  # of these tokens: each with every token before it
-    # What it has room for.
-    num_slots: int = 64  # requests that it can run at once: fewer than a batch may have when KV blocks are the limit
+    # Its capacity.
+    num_slots: int = 64  # requests that it can run at once: fewer than the batch may have if KV blocks are the limit
     kv_used_share: float = 0.0
-    # How fast it is; 0: not measured yet.
-    step: StepCost = UNMEASURED  # what steps take by what is in them
-    token_seconds: float = 0.0  # what a step takes, seen from an answer
+    # Its speed; 0: not measured yet.
+    step: StepCost = UNMEASURED  # time of a step by its contents
+    token_seconds: float = 0.0  # time of a step, as measured from answers
     pull_tokens_per_second: float = 0.0
-    is_forgotten: bool = False  # its rates are old, and it has nothing to do
-    # Prompts that come to it lately.
+    is_forgotten: bool = False  # its rates are old, and it is idle
+    # Prompts that came recently.
     prompt_tokens_per_second: float = 0.0
     prompt_pairs_per_second: float = 0.0
     prompts_per_second: float = 0.0  # 0: not known
@@ -54,7 +54,7 @@ class WorkerView:
         return max(0.0, self.kv_used_share - KV_PRESSURE_START) / (1 - KV_PRESSURE_START)
 
     def slot_seconds(self, expected_tokens: float, step_seconds: float) -> float:
-        """Wait of one more request for a slot: each of those ahead ends before it starts, `num_slots` at a time."""
+        """Predict the wait for a slot of one more request: requests ahead of it end first, `num_slots` at a time."""
         slots = max(self.num_slots, 1)
         ahead = max(0, self.load + 1 - slots)
         return ahead * expected_tokens * max(self.token_seconds, step_seconds) / slots
@@ -73,11 +73,11 @@ class RequestView:
     lacking_adapter: frozenset[WorkerId] = frozenset()  # workers that must read its adapter first
 
     def cached_on(self, worker: WorkerView) -> int:
-        """Tokens that a worker's cache gives. The last one is always computed: sampling needs its logits."""
+        """Tokens in the worker's cache. The last token is always computed, since sampling needs its logits."""
         return min(self.cached_tokens.get(worker.worker_id, 0), self.num_tokens - 1)
 
     def drawn(self, candidates: Sequence[Candidate]) -> Candidate:
-        """One of the candidates, at random."""
+        """Draw one of the candidates at random."""
         return candidates[min(int(self.draw * len(candidates)), len(candidates) - 1)]
 
 
@@ -92,7 +92,7 @@ class Candidate(Placement):
     is_kept: bool = False  # `decode` is a prefill worker
     ttft_seconds: float = 0.0  # predicted
     itl_seconds: float = 0.0
-    violation: float = 0.0  # by how much objectives would be missed, as a share of them
+    violation: float = 0.0  # by how much objectives are predicted to be missed, as a share of them
 
     @property
     def kind(self) -> str:

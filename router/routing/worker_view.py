@@ -1,6 +1,6 @@
-"""What the policy sees of a worker: its last report, and its backlog by the router's own count. Pure.
+"""The policy's view of a worker, from its last report and the router's own count of its backlog. Pure.
 
-A report lacks what is on its way, so each size is the larger one of the report's and the router's own count.
+Reports lack what is on its way, so each size is the larger one of the report and the router's count.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from protos import types_pb2 as pb
 from router.routing.rates import WorkerRates
 from router.routing.views import WorkerView
 
-KV_BOUND_SHARE = 0.9  # of the KV blocks in use while requests wait: the batch cannot grow
+KV_BOUND_SHARE = 0.9  # share of KV blocks in use above which, while requests wait, the batch cannot grow
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """What a leg gives its worker to do."""
+    """The work that a leg gives its worker."""
 
     num_prompt_tokens: int
     pending_tokens: int  # prompt tokens that count as queued on the worker until the leg's first delta
-    decodes: bool  # a row of the worker's steps, soon if not now
+    decodes: bool  # a row in the worker's steps, now or soon
 
     @property
     def pairs(self) -> float:
@@ -31,15 +31,15 @@ class Work:
 
 @dataclass(slots=True)
 class Backlog:
-    """What a worker has been given and has not reported as done, as the router counts it: prompts and rows.
+    """The work given to a worker that it has not reported as done, as the router counts it: prompts and rows.
 
     A pair is a prompt token with one token before it (`common/pairs.py`).
     """
 
     num_rows: int = 0  # legs that decode here
     context_tokens: int = 0  # of their prompts
-    expected_tokens: int = 0  # of prompts of choices that will come here when their leg elsewhere ends
-    _tokens: int = 0  # to compute, of legs without a first token
+    expected_tokens: int = 0  # prompt tokens of choices that will come here when their leg on another worker ends
+    _tokens: int = 0  # to compute, of legs before their first token
     _pairs: float = 0.0
     _done_tokens: int = 0  # of these, by the worker's reports
     _done_pairs: float = 0.0
@@ -60,13 +60,13 @@ class Backlog:
         self._pairs += work.pairs
 
     def computed(self, num_tokens: int, pairs: float) -> None:
-        """Count what a step has computed of prompts."""
+        """Count the prompt tokens and pairs that a step has computed."""
         if self._tokens:
             self._done_tokens += num_tokens
             self._done_pairs += pairs
 
     def settle(self, work: Work) -> None:
-        """Forget a leg's prompt: it is computed, or nobody wants it any more."""
+        """Remove a leg's prompt, which is computed or no longer wanted."""
         if not work.pending_tokens:
             return
         pairs = work.pairs
@@ -87,7 +87,7 @@ def worker_view(
     worker_id: WorkerId, role: str, max_num_seqs: int, load: pb.LoadReport, rates: WorkerRates, backlog: Backlog,
     num_legs: int, num_expected: int, now: float,
 ) -> WorkerView:  # fmt: skip
-    """`num_legs` are open on the worker, so many choices are expected there."""
+    """Return the view of a worker with `num_legs` open legs, where `num_expected` more choices will come."""
     arrived_tokens, arrived_pairs, num_arrived = rates.arrivals(now)
     num_decoding, context_tokens = (load.num_running, load.context_tokens) if role == "decode" else (0, 0)
     num_used = load.kv_blocks_total - load.kv_blocks_free - load.kv_blocks_cached

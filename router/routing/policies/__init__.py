@@ -1,1 +1,1 @@
-"""Policies other than the one by predicted costs: `--policy round-robin` and others."""
+"""Policies besides the default by predicted costs: `--policy round-robin` and others."""

@@ -1,4 +1,4 @@
-"""Policies that predict nothing. Pure."""
+"""Policies without predictions. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def round_robin(request: RequestView, candidates: Sequence[Candidate]) -> Candid
 
 
 def power_of_two(request: RequestView, candidates: Sequence[Candidate]) -> Candidate:
-    """Two at random, the less loaded one of them."""
+    """Draw two candidates at random; take the less loaded one."""
     count = len(candidates)
     pair_index = int(request.draw * count * count)
     first, second = candidates[pair_index // count], candidates[pair_index % count]
@@ -21,7 +21,7 @@ def power_of_two(request: RequestView, candidates: Sequence[Candidate]) -> Candi
 
 
 def session_sticky(request: RequestView, candidates: Sequence[Candidate]) -> Candidate | None:
-    """Equal workers for equal sessions, by rendezvous hashing; without a session, no preference."""
+    """Choose equal workers for equal sessions, by rendezvous hashing. Without a session, no preference."""
     if not request.session:
         return None
 

@@ -1,1 +1,1 @@
-"""A choice among the workers of a large cluster: the few that are worth a prediction."""
+"""Selects the few workers of a large cluster that are worth a prediction."""

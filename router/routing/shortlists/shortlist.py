@@ -1,4 +1,4 @@
-"""Workers that are worth a prediction, of many. Pure."""
+"""Selects the workers that are worth a prediction. Pure."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Protocol, TypeVar
 from kvstore.types import WorkerId
 from router.routing.views import RequestView
 
-MOST = 32  # workers of a role that are looked at: those with the longest cached prefix, then the least loaded
+MOST = 32  # workers of one role considered: those with the longest cached prefixes, then the least loaded
 
 
 class Assignable(Protocol):
-    """What is known of a worker without a prediction."""
+    """What is known about a worker without a prediction."""
 
     @property
     def worker_id(self) -> WorkerId: ...
 
     @property
     def assigned(self) -> tuple[int, int]:
-        """Prompt tokens to compute and requests, by the router's own count."""
+        """Prompt tokens to compute and number of requests, as the router counts them."""
 
 
 W = TypeVar("W", bound=Assignable)
 
 
 def shortlist(policy: str, workers: Sequence[W], request: RequestView) -> Sequence[W]:
-    """The workers of many that are worth a prediction: a decision must not take longer the larger the cluster is.
+    """Select the workers worth a prediction, so that decisions do not take longer in larger clusters.
 
-    The cost policy looks at MOST of many: half by cached prefix, as far as there are such, the rest by load. The turn
-    of the request says with which of equal workers to begin. Other policies choose among all.
+    The cost policy considers MOST workers: up to half by cached prefix, the rest by load. The request's turn decides
+    where to begin among equal workers. Other policies choose among all workers.
     """
     if policy != "cost" or len(workers) <= MOST:
         return workers
