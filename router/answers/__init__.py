@@ -1,1 +1,1 @@
-"""What requests ask of answers: a format, tools, reasoning that is told apart."""
+"""What requests ask of answers: a format, tools, separate reasoning."""

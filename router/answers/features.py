@@ -1,4 +1,4 @@
-"""Optional parts of answers: a given format (`router/grammar`), tools (`router/tools`), reasoning that is told apart
+"""Optional features of answers: a given format (`router/grammar`), tools (`router/tools`), separate reasoning
 (`router/reasoning`)."""
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if HAS_ADVICE:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFeatures(Features):
-    """What one request asks for."""
+    """The features that one request asks for."""
 
-    grammar: str = ""  # that answers follow; empty: none
+    grammar: str = ""  # that the answers follow; empty: none
     tools: list[dict[str, Any]] | None = None
-    parts: tuple[AnswerPart, ...] = ()  # of chat answers, as they are taken out of the text
-    grammar_field: str = ""  # what asks for the grammar
+    parts: tuple[AnswerPart, ...] = ()  # of chat answers, in the order in which they are taken out of the text
+    grammar_field: str = ""  # the field that asks for the grammar
 
     @classmethod
     async def of(
@@ -86,7 +86,7 @@ class AnswerFeatures(Features):
         return cls(grammar, parts=parts, grammar_field=field)
 
     def client_field(self, name: str) -> str:
-        """The field that a client sent: workers do not know who asked for a grammar."""
+        """Return the field that the client sent, since workers do not know which field asked for a grammar."""
         return self.grammar_field or name if name == WORKERS_GRAMMAR_FIELD else name
 
     def sampling(
@@ -96,7 +96,7 @@ class AnswerFeatures(Features):
         limits: ModelLimits,
         prompt_token_ids: list[int],
     ) -> pb.SamplingParams:
-        """Parameters of a prompt's first choice, among them the grammar of what follows the prompt."""
+        """Return the parameters of a prompt's first choice, with the grammar of what follows the prompt."""
         params = super(AnswerFeatures, self).sampling(body, tokenizer, limits, prompt_token_ids)
         params.grammar = self.grammar
         for part in self.parts:

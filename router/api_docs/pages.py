@@ -1,6 +1,6 @@
 """The description of the API: FastAPI's OpenAPI of the routes, and a page that shows it.
 
-FastAPI's own pages load scripts from elsewhere; this one needs no network and no script.
+FastAPI's own pages load scripts from other sites; this one needs neither network nor scripts.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ accepted without effect: <a href="openapi.json">openapi.json</a></p>
 {body}</html>
 """
 _NO_EFFECT = "Accepted, without effect."
-# What any answer may be instead. Without it, FastAPI would describe errors of its own, which no handler raises.
+# The response of any operation that fails. Without it FastAPI would describe its own errors, which no handler raises.
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"description": "An error: message, type, parameter and code."}}
 
 
 def add_documentation(routes: Routes, _: object) -> None:
-    """Serve the description of the routes that were added before."""
+    """Serve the description of all routes added so far."""
     described = list(routes.described)
 
     @cache
     def description() -> dict[str, Any]:
-        """Made when it is first asked for, which takes longer than all else that starts a router."""
+        """Build it at the first request, which takes longer than the rest of the router's start."""
         return openapi(described)
 
     async def documentation(_: Request) -> Response:
@@ -58,7 +58,7 @@ def add_documentation(routes: Routes, _: object) -> None:
 
 
 def openapi(described: Sequence[Described]) -> dict[str, Any]:
-    """The description of an API, OpenAPI 3.1."""
+    """Return the description of an API in OpenAPI 3.1."""
     routes = list(map(_for_fastapi, described))
     made = get_openapi(title="mini-infer", version=VERSION, routes=routes)
     for each, route in zip(described, routes, strict=True):
@@ -69,9 +69,9 @@ def openapi(described: Sequence[Described]) -> dict[str, Any]:
 
 
 def _for_fastapi(described: Described) -> APIRoute:
-    """The route as FastAPI describes it, by a signature that says what `body` and `query` say of the request.
+    """Return a route for FastAPI to describe, with a signature made of `body` and `query`.
 
-    It serves nothing: FastAPI would parse each body and argument a second time.
+    The route is not served: FastAPI would parse each body and argument a second time.
     """
     kind = inspect.Parameter.KEYWORD_ONLY
     found = [inspect.Parameter(name, kind, annotation=str) for name in re.findall(r"{(\w+)", described.path)]
@@ -82,7 +82,7 @@ def _for_fastapi(described: Described) -> APIRoute:
         found.append(inspect.Parameter("body", kind, annotation=Annotated[described.body, Body()]))
 
     async def endpoint() -> None:
-        """FastAPI reads the signature and never calls it."""
+        """Never called: FastAPI only reads its signature."""
 
     endpoint.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
     return APIRoute(
@@ -93,7 +93,8 @@ def _for_fastapi(described: Described) -> APIRoute:
 
 
 def _accepted_besides(kind: type[BaseModel]) -> dict[str, Any]:
-    """Schemas of the fields that a body may have besides its own: clients that check bodies must not refuse them."""
+    """Return the schemas of fields that a body may have besides its own, so that clients that check bodies allow
+    them."""
     if not has_wing("router.foreign_fields"):
         return {}
     from router.foreign_fields.known_fields import accepted_besides
@@ -105,13 +106,13 @@ def _accepted_besides(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _body_name(operation: dict[str, Any]) -> str:
-    """The type of its body."""
+    """Return the type of an operation's body."""
     reference: str = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     return reference.rpartition("/")[2]
 
 
 def page(description: dict[str, Any]) -> str:
-    """HTML that shows what `openapi` has made: every operation with the fields of its body, then their types."""
+    """Return HTML for the result of `openapi`: every operation with the fields of its body, then their types."""
     pieces = []
     schemas = description["components"]["schemas"]
     bodies = set()
@@ -139,7 +140,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A field's type and bounds in a few characters, null aside: every optional field may be that."""
+    """Describe a field's type and bounds in a few characters, without null, which every optional field allows."""
     if "anyOf" in schema:
         return " | ".join(_type(option) for option in schema["anyOf"] if option.get("type") != "null")
     if "$ref" in schema:

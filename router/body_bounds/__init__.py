@@ -1,1 +1,1 @@
-"""Bounds on the memory of request bodies: bytes of all that are being read, and values of each."""
+"""Limits on the memory of request bodies: bytes of all bodies being read, and values in each."""

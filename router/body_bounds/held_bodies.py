@@ -1,4 +1,4 @@
-"""The bytes of request bodies, all requests of a router together."""
+"""Counts the bytes of request bodies, of all requests of a router."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ UNCOUNTED_BYTES = 64 << 10  # of each body: 128 MB for 2,048 connections
 
 
 class HeldBodies:
-    """Bound on the bytes of the request bodies of one router. Lives in one event loop.
+    """A limit on the bytes of one router's request bodies. Belongs to one event loop.
 
-    A body counts from its first byte until its request has its prompt's tokens. The first part of each does not: the
-    limit of connections bounds those, and ordinary requests pass while somebody sends large ones.
+    A body counts from its first byte until its request has the prompt's tokens. The first part of each body is free:
+    the limit on connections bounds it, and ordinary requests pass while others send large ones.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self.num_bytes = 0  # held now, of those that count
+        self.num_bytes = 0  # counted bytes that are held now
 
     @contextmanager
     def hold(self, scope: Scope, receive: Receive) -> Iterator[Receive]:
-        """Receive one request's body, which is held until the context ends.
+        """Receive one request's body, and hold it until the context ends.
 
-        What is received raises OverloadedError when it has no room, or will have none by its declared length.
+        Receiving raises OverloadedError if there is no room for the body, or for its declared length.
         """
         size = num_counted = 0
 
@@ -52,7 +52,7 @@ class HeldBodies:
             self.num_bytes -= num_counted
 
     def _check(self, more: int) -> None:
-        """Raise OverloadedError when there is no room for that many more bytes."""
+        """Raise OverloadedError if there is no room for `more` bytes."""
         if self.num_bytes + more > self._max_bytes:
             raise OverloadedError("the server is reading too many large requests")
 
@@ -64,7 +64,7 @@ def _counted(size: int) -> int:
 def body_holder(
     http: Settings, memory: MutableMapping[str, Callable[[], int]]
 ) -> Callable[[Scope, Receive], AbstractContextManager[Receive]]:
-    """What holds bodies within the bound of the settings. memory: learns how much they take."""
+    """Return the function that holds bodies within the limit in the settings. memory: gets a gauge of their bytes."""
     bodies = HeldBodies(http.of(BodySettings).max_body_memory_mb << 20)
     memory["body_bytes"] = lambda: bodies.num_bytes
     return bodies.hold

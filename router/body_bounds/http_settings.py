@@ -1,4 +1,4 @@
-"""Settings of bounds on request bodies."""
+"""Settings of limits on request bodies."""
 
 from __future__ import annotations
 

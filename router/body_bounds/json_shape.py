@@ -1,6 +1,6 @@
-"""What a JSON text is made of: values are counted before it is parsed, and keys that are there twice are found.
+"""Counts the values of a JSON text before it is parsed, and finds duplicate keys.
 
-Parsers disagree about duplicate keys, and a proxy in front may have read them differently.
+Parsers disagree about duplicate keys, so a proxy in front of the router may have read them differently.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from common.errors import InvalidRequestError
 
-MAX_VALUES = 1 << 18  # strings, arrays and objects of a body; parsed, each takes 50 bytes and more
+MAX_VALUES = 1 << 18  # strings, arrays and objects of a body; each takes at least 50 bytes once parsed
 _NO_MARKS = bytes(set(range(256)) - set(b'":[{'))
 
 
 def checked_shape(body: bytes) -> Shape:
-    """Count the values of a body. Raises InvalidRequestError for too many."""
+    """Count the values of a body. Raises InvalidRequestError if there are too many."""
     shape = shape_of(body, MAX_VALUES)
     if shape is None or shape.num_strings + shape.num_containers > MAX_VALUES:
         raise InvalidRequestError(
@@ -24,16 +24,16 @@ def checked_shape(body: bytes) -> Shape:
 
 
 def check_keys(value: dict[str, Any], shape: Shape) -> None:
-    """Raise InvalidRequestError when an object of the body had a key twice: parsed objects hold each key once."""
+    """Raise InvalidRequestError if an object of the body has a duplicate key: parsed objects keep only one."""
     if shape.num_keys != _num_keys(value, shape.num_containers):
         raise InvalidRequestError("the body has an object with duplicate keys", code="invalid_json")
 
 
 def _num_keys(value: dict[str, Any], num_containers: int) -> int:
-    """Keys of all objects in `value`, which has so many containers. Its nesting is bounded by the parser."""
+    """Count the keys of all objects in `value`, which has `num_containers`. The parser bounds the nesting."""
     count = 0
     waiting: list[Any] = [value]
-    num_unseen = num_containers - 1  # with none left, long arrays need not be searched
+    num_unseen = num_containers - 1  # when none is left, long arrays need no search
     while waiting:
         item = waiting.pop()
         is_object = isinstance(item, dict)
@@ -55,12 +55,12 @@ class Shape(NamedTuple):
 
 
 def shape_of(text: bytes, max_strings: int) -> Shape | None:
-    """Count strings and containers of a JSON text without parsing it; None when it has more than `max_strings`.
+    """Count strings and containers of a JSON text without parsing it; None if it has more than `max_strings`.
 
-    A few copies of the text at most, and no object per value: 16 MB take 20 to 60 ms. Says nothing about whether it
-    is JSON.
+    Copies the text a few times at most and makes no object per value: 16 MB take 20 to 60 ms. Does not check that the
+    text is JSON.
     """
-    if b"\\" in text:  # pairs first: what is left before a quote escapes it
+    if b"\\" in text:  # remove escaped backslashes first: a backslash that is left before a quote escapes it
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = text.translate(None, _NO_MARKS)
     num_strings = marks.count(b'"') // 2

@@ -1,1 +1,1 @@
-"""Chat templates in place of a model's own, and tools for models whose template takes none."""
+"""Chat templates that replace a model's own, and tools for models whose template supports none."""

@@ -1,7 +1,7 @@
-"""The chat templates of served models: their own, or another that was chosen, and one that shows tools.
+"""The chat templates of served models: their own or a chosen one, and one that describes tools.
 
-A model whose template takes no tools gets a second one for requests with tools: `generic_tools.jinja` before its own.
-That writes tools, calls and results into plain messages, in the format of Hermes, by which `tool_format` knows it.
+For requests with tools, a model whose template supports none gets a second template: `generic_tools.jinja` before its
+own. It writes tools, calls and results into plain messages, in Hermes format, by which `tool_format` knows it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from router.config import RouterConfig
 MAX_CHARS = 1 << 20
 _TAKES_TOOLS = re.compile(r"\btools\b")
 _GENERIC_TOOLS = (Path(__file__).parent / "generic_tools.jinja").read_text(encoding="utf-8")
-_GENERIC_FORMAT = "hermes"  # of the calls that it asks for
+_GENERIC_FORMAT = "hermes"  # of the calls that the generic template asks for
 _PROBE = "a5ba40"
 
 
 def with_templates(config: RouterConfig, tokenizers: Sequence[Tokenizer]) -> list[Tokenizer]:
-    """Return the tokenizers of all models, with the templates that these are served with. Raises ConfigError."""
+    """Return the tokenizers of all models with the templates that they are served with. Raises ConfigError."""
     chosen = config.of(ChatTemplateSettings).chat_template
     if chosen and len(tokenizers) > 1:
         raise ConfigError("--chat-template replaces the template of one model, but --models names several")
@@ -64,7 +64,7 @@ def _prepared(tokenizer: Tokenizer, chosen: Mapping[str, str] | None, parser: st
 
 
 def _shows_system(tokenizer: Tokenizer) -> bool:
-    """Whether a template shows system messages: some refuse them, others leave them out."""
+    """Whether a template shows system messages; some refuse them, others leave them out."""
     messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "?"}]
     try:
         return _PROBE in tokenizer.decode(tokenizer.apply_chat_template(messages), skip_special=False)

@@ -1,4 +1,4 @@
-"""The request's timeout, from headers. Pure: no clock."""
+"""Reads the request's timeout from headers. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 from common.errors import InvalidRequestError
 
-# What OpenAI's clients say of their own timeouts: JavaScript's that until the headers of the answer, Python's that
-# between two reads. For an answer in one piece either is the time until nobody reads it any more; a stream that has
-# begun may take longer.
+# Timeouts that OpenAI's clients announce: the JavaScript client's runs until the answer's headers, the Python
+# client's between two reads. For an answer that is not streamed, both end when nobody reads it any more; a stream
+# that has begun may take longer.
 _CLIENT_TIMEOUTS = ("x-stainless-timeout", "x-stainless-read-timeout")
 MAX_MARGIN_SECONDS = 10.0
 
 
 def timeout_seconds(headers: Mapping[str, str], is_stream: bool, bound_seconds: float) -> float:
-    """Seconds after which the request ends, at most `bound_seconds`. Raises InvalidRequestError."""
+    """Return the seconds after which the request ends, at most `bound_seconds`. Raises InvalidRequestError."""
     text = headers.get("x-request-timeout")
     if text is not None:
         asked = _seconds(text)
@@ -26,7 +26,7 @@ def timeout_seconds(headers: Mapping[str, str], is_stream: bool, bound_seconds: 
         return bound_seconds
     for name in _CLIENT_TIMEOUTS:
         asked = _seconds(headers.get(name, ""))
-        if asked is not None:  # a little less: an answer that is cut then has to arrive in time
+        if asked is not None:  # slightly less, so that an answer that is cut short still arrives in time
             bound_seconds = min(bound_seconds, asked - min(asked / 20, MAX_MARGIN_SECONDS))
     return bound_seconds
 

@@ -1,1 +1,1 @@
-"""GET /v1/cluster: the workers and what they do, for operators and their scripts."""
+"""GET /v1/cluster: the workers and their state, for operators and scripts."""

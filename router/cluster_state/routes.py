@@ -38,7 +38,7 @@ def add_cluster_route(routes: Routes, gateway: Gateway) -> None:
 
 
 def _memory(gateway: Gateway) -> dict[str, int]:
-    """What the router's process holds, and how much memory that takes."""
+    """Return the sizes of what the router's process holds, and its memory."""
     models = gateway.base_models
     return {
         "private_bytes": resident().private_bytes,
@@ -50,7 +50,7 @@ def _memory(gateway: Gateway) -> dict[str, int]:
 
 
 def _num_known_grammars() -> int:
-    """Grammars that this process remembers."""
+    """Return the number of grammars whose check this process remembers."""
     if not has_wing("router.grammar"):
         return 0
     from router.grammar.answer_format import CHECKS

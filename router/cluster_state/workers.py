@@ -1,4 +1,4 @@
-"""What GET /v1/cluster says of each worker."""
+"""Describes workers for GET /v1/cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_LOAD = {
 
 
 def describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, Any]:
-    """One worker. model: among whose workers it is."""
+    """Describe one worker. model: the model whose worker it is."""
     fields: dict[str, Any] = {
         "id": link.worker_id,
         "role": link.role,
@@ -54,7 +54,7 @@ def describe(link: WorkerLink, model: ModelWorkers, now: float) -> dict[str, Any
 
 
 def _rates(rates: WorkerRates) -> dict[str, float]:
-    """0: not measured yet. A step is one that decodes a short request; a prompt has no long context before it."""
+    """Return measured rates; 0: not measured. The step decodes one short request; prompts have no long context."""
     cost = rates.step_times.cost
     return {
         "prefill_tokens_per_second": 1 / cost.prompt_token if cost.prompt_token else 0.0,

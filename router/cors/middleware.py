@@ -1,4 +1,4 @@
-"""Answers to browsers, which ask whether a page of another origin may send a request."""
+"""Answers to browsers that ask whether a page of another origin may send a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.cors.http_settings import CorsSettings
 
 
 def with_cors(app: ASGIApp, http: HttpConfig) -> ASGIApp:
-    """Let pages of the origins in the settings ask; `app` itself where there are none."""
+    """Allow requests from pages of the origins in the settings; return `app` itself if there are none."""
     origins = http.of(CorsSettings).origins
     if not origins:
         return app

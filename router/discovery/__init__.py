@@ -1,1 +1,1 @@
-"""Workers behind a host name, which come and go."""
+"""Workers found by a host name, which come and go."""

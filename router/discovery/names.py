@@ -1,4 +1,4 @@
-"""Host names of workers, resolved again every few seconds: each address of a name stands for one worker."""
+"""Resolves host names of workers every few seconds: each address of a name is one worker."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from common.net.hosts import with_port
 logger = logging.getLogger(__name__)
 RESOLVE_INTERVAL_SECONDS = 3.0
 Name = tuple[str, str, int]  # role, host, port
-SetAddresses = Callable[[set[tuple[str, str]], bool], None]  # as (role, host:port); whether these are all
+SetAddresses = Callable[[set[tuple[str, str]], bool], None]  # workers as (role, host:port); whether these are all
 
 
 async def follow_names(names: Sequence[Name], set_addresses: SetAddresses) -> None:
-    """Resolve the names again and again until cancelled."""
+    """Resolve the names repeatedly until cancelled."""
     while True:
         await asyncio.sleep(RESOLVE_INTERVAL_SECONDS)
         set_addresses(*await resolved(names))
 
 
 async def resolved(names: Sequence[Name]) -> tuple[set[tuple[str, str]], bool]:
-    """The workers that the names stand for now, and whether every name had some."""
+    """Return the workers that the names resolve to now, and whether every name has resolved."""
     wanted: set[tuple[str, str]] = set()
     are_all = True
     for role, host, port in names:
@@ -34,13 +34,13 @@ async def resolved(names: Sequence[Name]) -> tuple[set[tuple[str, str]], bool]:
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """`host:port` for each address of `host`; empty when the name does not resolve now."""
+    """Return `host:port` for each address of `host`; empty if the name does not resolve now."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         logger.debug("cannot resolve %s: %s", host, error)
         return []
     hosts = {str(item[4][0]) for item in found}
-    if host == "localhost":  # one machine, however many addresses
+    if host == "localhost":  # one machine with several addresses
         hosts = {"127.0.0.1"} if "127.0.0.1" in hosts else hosts
     return [with_port(item, port) for item in sorted(hosts)]

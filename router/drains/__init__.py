@@ -1,1 +1,1 @@
-"""POST /v1/workers/ID/drain and undrain: taking a worker out of service. A worker's own end needs none of this."""
+"""POST /v1/workers/ID/drain and undrain: take a worker out of service. A worker that stops drains without them."""

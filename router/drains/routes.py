@@ -1,4 +1,4 @@
-"""Routes that take workers out of service, and back."""
+"""Routes that take workers out of service and back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_drain_routes(routes: Routes, gateway: Gateway) -> None:
 
 
 async def _ask(link: WorkerLink, method: str, request: Any, refusal: str) -> Any:
-    """Call a method of the worker's service; its reply. Raises UnavailableError, which says `refusal`."""
+    """Call a method of the worker's service and return its reply. Raises UnavailableError with the text `refusal`."""
     stream, worker_id = link.stream, link.worker_id
     if stream is None:
         raise UnavailableError(f"worker {worker_id} is not connected")

@@ -1,1 +1,1 @@
-"""Fields of other servers' requests, which this one takes where they ask for nothing, and tells of in a header."""
+"""Fields of other servers' APIs: accepted where their value asks for nothing, and named in a response header."""

@@ -1,6 +1,6 @@
-"""Fields that requests to OpenAI and to vLLM may have and this server does not: which values of them ask for nothing.
+"""Fields of OpenAI's and vLLM's requests that this server does not have, and the values of them that ask for nothing.
 
-Knows no body: callers say which fields a body has itself.
+Knows no body: callers pass the body's own fields.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 
-# Fields of the API that this server knows and does not support; a value that asks for nothing is fine.
+# Fields of the API that are known but not supported; values that ask for nothing are accepted.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template"), (None,)),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
     **dict.fromkeys(("audio", "web_search_options", "verbosity"), (None,)),
-    # Of chat completions alone.
+    # Only of chat completions.
     "parallel_tool_calls": (None, True, False),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -26,7 +26,7 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "suffix": (None, ""),
     "chat_template_kwargs": (None, {}),
-    # vLLM's own.
+    # Only of vLLM.
     **dict.fromkeys(("prompt_logprobs", "kv_transfer_params"), (None,)),
     **dict.fromkeys(("documents", "logits_processors"), (None, [])),
     **dict.fromkeys(("spaces_between_special_tokens", "include_reasoning"), (None, True)),
@@ -45,7 +45,7 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (None, {}),
     "embed_dtype": (None, "float32"),
     "endianness": (None, "native", "little"),
-    # Of responses, also fields that chat completions have.
+    # Of responses, including fields that chat completions have.
     **dict.fromkeys(("access_programs", "conversation", "image", "max_tool_calls", "moderation", "prompt"), (None,)),
     **dict.fromkeys(("context_management", "stop"), (None, [])),
     **dict.fromkeys(("enable_response_messages", "include_stop_str_in_output"), (None, False)),
@@ -58,40 +58,40 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1.0),
     "top_k": (None, 0, -1),
 }
-# Descriptions of functions ask for nothing once the client forbids to call them.
+# Tools and functions have no effect once the client forbids calls.
 _FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
-# Fields that change nothing here: labels, hints, and defaults that some clients always send.
+# Fields without effect: labels, hints, and defaults that some clients always send.
 _IGNORED = frozenset(
     {
         "metadata", "prediction", "store", "service_tier", "safety_identifier",
         "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        # vLLM's: how many tokens a chunk has; what answers of its routes for rendering have.
+        # vLLM's: the number of tokens in a chunk; contents of answers from its rendering routes.
         "stream_interval", "return_token_offsets", "return_mm_kwargs",
     }
 )  # fmt: skip
 
 
 def is_ignored(own: Container[str], no_effect: Container[str], name: str) -> bool:
-    """Whether a field changes nothing. The answer's `x-mini-infer-ignored` names it.
+    """Whether a field has no effect. The answer's `x-mini-infer-ignored` names it.
 
-    own: the body's fields. no_effect: those of them that are checked, and change nothing.
+    own: the body's fields. no_effect: those of them that are checked but have no effect.
     """
     return name in (no_effect if name in own else _IGNORED)
 
 
 def harmless_values(own: Container[str], name: str) -> tuple[Any, ...] | None:
-    """The values of a field that is not supported which ask for nothing; None: it is supported, or unknown."""
+    """Return the values of an unsupported field that ask for nothing; None: the field is supported or unknown."""
     return None if name in own else _NOT_SUPPORTED.get(name)
 
 
 def accepted_besides(own: Container[str]) -> dict[str, tuple[Any, ...] | None]:
-    """Fields that a body may have besides its own, to no effect: the values of each; None: any value."""
+    """Return fields without effect that a body may have besides its own, with their values; None: any value."""
     known = dict.fromkeys(sorted(_IGNORED)) | _NOT_SUPPORTED
     return {name: values for name, values in known.items() if name not in own}
 
 
 def own_fields(own: Container[str], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the fields that ask for nothing. Raises InvalidRequestError for those that ask for something."""
+    """Leave out the fields that ask for nothing. Raises InvalidRequestError for unsupported fields that do not."""
     kept = {}
     for name, value in fields.items():
         if name in _IGNORED and name not in own:

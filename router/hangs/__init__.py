@@ -1,1 +1,1 @@
-"""Workers that keep their connection open and say nothing, or say that they do not serve."""
+"""Workers that keep their connection open but send nothing, or report that they do not serve."""

@@ -1,4 +1,4 @@
-"""Settings of how long a worker may say nothing."""
+"""Settings of how long a worker may be silent."""
 
 from __future__ import annotations
 

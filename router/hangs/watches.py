@@ -1,4 +1,4 @@
-"""Watches over one connection to a worker: whether it serves, and whether it shows signs of life."""
+"""Watches one connection to a worker: whether the worker serves, and whether it shows signs of life."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SILENCE_INTERVAL_SECONDS = 0.25
 
 
 class Watched(Protocol):
-    """The worker's link."""
+    """The watched worker's link."""
 
     last_sign: float
-    """When the last report or health reply came."""
+    """Time of the last report or health reply."""
 
     @property
     def worker_id(self) -> WorkerId: ...
@@ -34,7 +34,7 @@ class Watched(Protocol):
 def start_watches(
     link: Watched, channel: grpc.aio.Channel, call: Any, config: RouterConfig
 ) -> list[asyncio.Task[None]]:
-    """Watch the worker at the other end of a channel until the tasks are cancelled. call: the stream to it."""
+    """Watch the worker at the other end of a channel until the tasks are cancelled. call: the worker's stream."""
     timeout = config.of(SilenceSettings).worker_timeout_seconds
     return [
         asyncio.create_task(_check_health(link, channel, timeout)),
@@ -43,7 +43,7 @@ def start_watches(
 
 
 async def _check_health(link: Watched, channel: grpc.aio.Channel, timeout: float) -> None:
-    """Ask the worker now and then whether it serves. An answer is a sign of life, too."""
+    """Ask the worker regularly whether it serves. A reply is also a sign of life."""
     stub = health_pb2_grpc.HealthStub(channel)
     while True:
         await asyncio.sleep(HEALTH_INTERVAL_SECONDS)
@@ -57,12 +57,12 @@ async def _check_health(link: Watched, channel: grpc.aio.Channel, timeout: float
 
 
 async def _watch_silence(link: Watched, call: Any, timeout: float) -> None:
-    """End the stream when the worker shows no sign of life for too long."""
+    """Cancel the stream when the worker has shown no sign of life for too long."""
     seen, silent = link.last_sign, 0.0
     while True:
         before = time.monotonic()
         await asyncio.sleep(SILENCE_INTERVAL_SECONDS)
-        # Time in which this process did not run says nothing of the worker: signs may be waiting to be read.
+        # Time in which this process did not run does not count: unread signs of life may be waiting.
         silent += min(time.monotonic() - before, 2 * SILENCE_INTERVAL_SECONDS)
         if link.last_sign != seen:
             seen, silent = link.last_sign, 0.0

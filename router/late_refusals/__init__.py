@@ -1,1 +1,1 @@
-"""Refusals of requests whose answers would come too late, before any work is begun for them."""
+"""Refuses requests whose answers would come too late, before any work on them."""

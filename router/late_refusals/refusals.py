@@ -1,7 +1,7 @@
-"""Refuse requests whose answer would come too late. Pure; predictions are the policy's.
+"""Refuse requests whose answer would come too late. Pure; the policy makes the predictions.
 
-A refusal at once is worth more to a client than an answer after it has given up, and the work that is not begun goes
-to those who are still waiting.
+An early refusal is worth more to a client than an answer after it has given up, and the work saved goes to requests
+that can still be in time.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from common.errors import OverloadedError
 from router.routing.views import Candidate
 
-MARGIN = 0.9  # of the time left: predictions err, and most of what is admitted must be in time
+MARGIN = 0.9  # of the time left: predictions have errors, and most admitted requests must be in time
 
 
 def check_in_time(chosen: Candidate, seconds_left: float, max_wait_seconds: float) -> None:
-    """Raise OverloadedError when the wait, or wait and answer, would take longer than they may.
+    """Raise OverloadedError if the wait, or wait plus answer, is predicted to take too long.
 
-    seconds_left: until the request's deadline. Without measured rates nothing is refused. A client should come back
-    when those who wait now are served: `late` seconds from now others have taken the room.
+    seconds_left: until the request's deadline. Nothing is refused without measured rates. The retry time is when the
+    requests that wait now are served: in `late` seconds, others would have taken the room.
     """
     if not chosen.is_measured:
         return
     queueing = chosen.terms["queue"] + chosen.terms["slot"]
     wait, service = wait_seconds(chosen), chosen.terms["decode"]
     time_left = MARGIN * seconds_left
-    if wait - queueing + service > time_left:  # too long on an idle server, too: cut by its deadline, not refused
+    if wait - queueing + service > time_left:  # too long even on an idle server: cut off by its deadline, not refused
         service = 0.0
     late = max(wait - max_wait_seconds, wait + service - time_left)
     if queueing > 0 and late > 0:
@@ -31,5 +31,5 @@ def check_in_time(chosen: Candidate, seconds_left: float, max_wait_seconds: floa
 
 
 def wait_seconds(chosen: Candidate) -> float:
-    """Predicted time until decoding begins."""
+    """Predict the time until decoding begins."""
     return sum(chosen.terms.get(name, 0.0) for name in ("queue", "compute", "pull", "slot"))

@@ -1,4 +1,4 @@
-"""Settings of refusals of requests that would wait for too long."""
+"""Settings of early refusals of requests that would wait too long."""
 
 from __future__ import annotations
 

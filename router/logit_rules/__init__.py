@@ -1,1 +1,1 @@
-"""Penalties, biases and masks of tokens, as requests ask for them: `engine/logit_rules` applies them."""
+"""Penalties, biases and masks of tokens that requests ask for; `engine/logit_rules` applies them."""

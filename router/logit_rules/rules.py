@@ -1,4 +1,4 @@
-"""The fields of a request that change its logits, and what workers are told of them."""
+"""The fields of a request that change its logits, and their conversion to workers' parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class LogitRuleFields(Body):
-    """Fields of a request's body."""
+    """Fields of a request's body that change logits."""
 
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -30,7 +30,7 @@ class LogitRuleFields(Body):
 
 
 def add_rules(params: pb.SamplingParams, body: LogitRuleFields, tokenizer: Tokenizer, limits: ModelLimits) -> None:
-    """Say what a request asks for to its workers. Raises InvalidRequestError."""
+    """Set the workers' parameters for a request's rules. Raises InvalidRequestError."""
     params.presence_penalty = body.presence_penalty or 0.0
     params.frequency_penalty = body.frequency_penalty or 0.0
     params.repetition_penalty = 1.0 if body.repetition_penalty is None else body.repetition_penalty
@@ -55,7 +55,7 @@ def _biases(given: dict[str, float], limits: ModelLimits) -> list[pb.TokenBias]:
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each word, at the start of a text and after a space."""
+    """Return token ids of each word, both at the start of a text and after a space."""
     sequences: list[list[int]] = []
     for word in words:
         bare = word.lstrip(" ") or word

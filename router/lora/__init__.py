@@ -1,1 +1,1 @@
-"""Adapters as models of a router: --lora-modules, POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+"""LoRA adapters as models: --lora-modules, POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""

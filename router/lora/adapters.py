@@ -1,7 +1,7 @@
-"""The adapters that a router serves: each is a model of its own name, with its base model's workers.
+"""The adapters that a router serves: each is a model with its own name and its base model's workers.
 
-What a request carries is a reference to the adapter's files (`AdapterRef`), so workers that start later, or have
-dropped it, read it when a request comes.
+A request contains a reference to the adapter's files (`AdapterRef`), so workers that start later or have evicted the
+adapter read it when a request needs it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class LoraAdapters:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._lock = asyncio.Lock()  # two loads of one name follow each other
+        self._lock = asyncio.Lock()  # two loads of one name run one after the other
         self._watched: set[str] = set()  # names of the adapters of --lora-dir
 
     def serve(self, modules: Sequence[LoraModule]) -> None:
-        """Serve adapters from the start. Raises ConfigError."""
+        """Serve adapters from the router's start. Raises ConfigError."""
         for module in modules:
             try:
                 base = self._base(module.base)
@@ -43,10 +43,10 @@ class LoraAdapters:
             self._add(module.name, base, _reference(module.folder))
 
     async def load(self, name: str, folder: Path, base_name: str = "", in_place: bool = False) -> None:
-        """Serve an adapter from now on, when all workers have read it.
+        """Serve an adapter once all workers have read it.
 
-        in_place: also under a name that another has; its open requests end with that. Raises InvalidRequestError for
-        a name that is taken, and for files that are no adapter of the model.
+        in_place: allow the name of another adapter; that one's open requests finish with it. Raises
+        InvalidRequestError if the name is taken, or if the files are not an adapter of the model.
         """
         async with self._lock:
             base = self._base(base_name)
@@ -59,7 +59,7 @@ class LoraAdapters:
             await self._try_and_add(name, base, ref)
 
     async def unload(self, name: str) -> None:
-        """Serve an adapter no longer; its open requests go on. Raises NotFoundError, or InvalidRequestError."""
+        """Stop serving an adapter; its open requests continue. Raises NotFoundError or InvalidRequestError."""
         async with self._lock:
             if self._adapter(name) is None:
                 raise NotFoundError(f"The lora adapter {name[:MAX_NAME_CHARS]!r} cannot be found.")
@@ -67,17 +67,18 @@ class LoraAdapters:
             self._remove(name)
 
     def watched(self) -> dict[str, str]:
-        """References of the adapters of --lora-dir that are served, by name."""
+        """Return the references of the served adapters of --lora-dir, by name."""
         return {model.name: model.adapter for model in self._gateway.models if model.name in self._watched}
 
     def add_watched(self, name: str, ref: AdapterRef) -> None:
-        """Serve an adapter of --lora-dir that no worker has tried. Raises InvalidRequestError for its name."""
+        """Serve an adapter of --lora-dir without trying it on workers. Raises InvalidRequestError for a bad name."""
         self._check_name(name, in_place=False)
         self._add(name, self._base(""), ref)
         self._watched.add(name)
 
     async def load_watched(self, name: str, ref: AdapterRef) -> None:
-        """Serve one when all workers have read it, also in place of one that was there. Raises as `load` does."""
+        """Serve an adapter of --lora-dir once all workers have read it, replacing an older one. Raises as `load`
+        does."""
         async with self._lock:
             self._check_name(name, in_place=name in self._watched)
             await self._try_and_add(name, self._base(""), ref)
@@ -127,11 +128,11 @@ class LoraAdapters:
         self._gateway.by_name[name] = model
 
     def _remove(self, name: str) -> None:
-        """Serve the adapter of that name no longer. Its open requests go on."""
+        """Stop serving the adapter with that name. Its open requests continue."""
         self._gateway.models.remove(self._gateway.by_name.pop(name))
 
 
 def _reference(folder: Path) -> AdapterRef:
-    """Refer to a folder that holds plain LoRA. Raises ConfigError."""
+    """Return a reference to a folder with a plain LoRA adapter. Raises ConfigError."""
     read_adapter_config(folder)
     return AdapterRef.of(folder)

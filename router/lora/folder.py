@@ -1,6 +1,6 @@
-"""The adapters in one folder: each is a subfolder, whose name is the model's.
+"""The adapters in one folder: each subfolder is one, and its name is the model's.
 
-Routers that watch the same folder serve the same adapters, also after a restart, and nobody has to tell them.
+Routers that watch the same folder serve the same adapters without further calls, also after a restart.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from common.lora.adapter_config import CONFIG_NAME, read_adapter_config
 from common.lora.adapter_ref import WEIGHTS_NAME, AdapterRef
 
 logger = logging.getLogger(__name__)
-Stamp = tuple[str, tuple[tuple[int, int], ...]]  # where the files are; changed at and bytes of each
+Stamp = tuple[str, tuple[tuple[int, int], ...]]  # resolved folder; modification time and size of each file
 
 
 class _Seen(NamedTuple):
-    """stamp: at the last scan. is_read: whether `ref` is of these files. ref: None: no files were complete yet."""
+    """stamp: of the last scan. is_read: whether `ref` belongs to these files. ref: None: no complete files yet."""
 
     stamp: Stamp
     is_read: bool
@@ -26,7 +26,7 @@ class _Seen(NamedTuple):
 
 
 class AdapterFolder:
-    """Scans a folder. Raises ConfigError where there is none."""
+    """Scans a folder. Raises ConfigError if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -36,11 +36,11 @@ class AdapterFolder:
         self._is_first = True
 
     def scan(self) -> dict[str, AdapterRef]:
-        """Return the adapters that are there now, by name.
+        """Return the adapters in the folder now, by name.
 
-        Files that changed since the previous scan may not be complete: they count once a scan finds them unchanged,
-        and until then the adapter that they replace is returned. The first scan returns all. Raises OSError when the
-        folder cannot be read.
+        Files that changed since the previous scan may be incomplete: they count once a scan finds them unchanged, and
+        until then the adapter that they replace is returned. The first scan returns all. Raises OSError if the folder
+        cannot be read.
         """
         found = {}
         for folder in sorted(self._folder.iterdir()):
@@ -61,7 +61,7 @@ def _stamp_of(folder: Path) -> Stamp | None:
     try:
         real = folder.resolve()
         stats = [(real / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
-    except (OSError, RuntimeError):  # not an adapter, not yet, or a loop of links
+    except (OSError, RuntimeError):  # not an adapter, not complete yet, or a loop of links
         return None
     return str(real), tuple((each.st_mtime_ns, each.st_size) for each in stats)
 

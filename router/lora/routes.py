@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, and the adapters that are served from the start."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, and the adapters served from the start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.operators.access import check_operator
 
 
 def add_lora_routes(routes: Routes, gateway: Gateway) -> None:
-    """Raises ConfigError for adapters of the settings that cannot be served."""
+    """Add the routes, and serve adapters. Raises ConfigError if an adapter in the settings cannot be served."""
     adapters = LoraAdapters(gateway)
     settings = gateway.config.of(LoraModuleSettings)
     adapters.serve(parse_lora_modules(settings.lora_modules))

@@ -1,4 +1,4 @@
-"""Bodies of the routes that load and unload adapters, as vLLM has them."""
+"""Bodies of the routes that load and unload adapters, as in vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_PATH_CHARS = 4096
 
 
 class LoadLoraAdapterBody(Body):
-    """lora_path: a folder, under this path on the machines of the router and of all workers."""
+    """lora_path: a folder, which must have this path on the machines of the router and of all workers."""
 
     lora_name: Annotated[Label, Field(min_length=1)]
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARS)]

@@ -1,4 +1,4 @@
-"""Tries an adapter on workers: each computes one token with it, which makes it read the adapter's files."""
+"""Tries an adapter on workers: each computes one token with it, for which it must read the adapter's files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from router.workers.failures import WorkerLostError
 from router.workers.worker_link import Leg, WorkerLink
 
 SECONDS = 60.0  # a worker may be computing a long prompt; reading takes milliseconds
-BEFORE_OTHERS = -(1 << 31)  # a priority
+BEFORE_OTHERS = -(1 << 31)  # a priority that precedes all others
 
 
 class _Trial:
-    """A leg of one token. See LegListener."""
+    """A leg of one token, see LegListener."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -32,9 +32,10 @@ class _Trial:
 
 
 async def try_adapter(adapter: str, links: Sequence[WorkerLink]) -> int:
-    """How many of these workers have read the adapter; those that are lost meanwhile read it when they need it.
+    """Return how many of these workers have read the adapter; workers lost meanwhile read it when they need it.
 
-    Raises InvalidRequestError for an adapter that a worker cannot use, and the worker's error for any other reason.
+    Raises InvalidRequestError if a worker cannot use the adapter, and the worker's error if it fails for another
+    reason.
     """
     results = await asyncio.gather(*(_try(adapter, link) for link in links), return_exceptions=True)
     for result in results:

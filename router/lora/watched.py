@@ -15,7 +15,7 @@ SCAN_SECONDS = 2.0
 
 
 class WatchedAdapters:
-    """Keeps a router's models equal to the adapters of a folder."""
+    """Keeps a router's adapters the same as those in a folder."""
 
     def __init__(self, adapters: LoraAdapters, folder: AdapterFolder) -> None:
         self._adapters = adapters
@@ -25,7 +25,7 @@ class WatchedAdapters:
         self._is_readable = True
 
     def serve(self) -> None:
-        """Serve what lies there at the start, when no worker has attached yet. Raises ConfigError."""
+        """Serve the adapters found at the start, before any worker has attached. Raises ConfigError."""
         try:
             found = self._folder.scan()
         except OSError as error:
@@ -37,16 +37,16 @@ class WatchedAdapters:
                 self._refuse(name, ref, error)
 
     async def follow(self) -> None:
-        """Call `look` every two seconds, for as long as the router serves."""
+        """Call `look` every two seconds while the router serves."""
         while True:
             await asyncio.sleep(SCAN_SECONDS)
             await self.look()
 
     async def look(self) -> None:
-        """Serve new and changed adapters once all workers have read them, and stop serving those that are gone."""
+        """Serve new and changed adapters once all workers have read them, and stop serving removed ones."""
         try:
             found = await asyncio.to_thread(self._folder.scan)
-        except OSError as error:  # a volume that is away for a moment takes no adapter with it
+        except OSError as error:  # a volume that is briefly unavailable does not remove adapters
             if self._is_readable:
                 logger.warning("--lora-dir cannot be read (%s): its adapters are served as they were", error.strerror)
             self._is_readable = False
@@ -64,7 +64,7 @@ class WatchedAdapters:
                 logger.info("the adapter %s is served from %s", name, ref.folder)
             except InvalidRequestError as error:
                 self._refuse(name, ref, error)
-            except MiniInferError as error:  # of a worker: the next look tries again
+            except MiniInferError as error:  # a worker's error: the next look tries again
                 if self._late.get(name) != ref:
                     logger.warning("the adapter %s is not served yet: %s", name, error)
                 self._late[name] = ref

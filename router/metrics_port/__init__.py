@@ -1,1 +1,1 @@
-"""The router's metrics on a port of their own."""
+"""The router's metrics on a separate port."""

@@ -1,4 +1,4 @@
-"""The router's metrics port: scrapes on threads, whose text the event loop makes."""
+"""The router's metrics port: threads serve scrapes, and the event loop renders their text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable
 from common.metrics_port.server import serve_scrapes
 from router.config import RouterConfig
 
-SCRAPE_SECONDS = 5.0  # for the event loop to come to a scrape
+SCRAPE_SECONDS = 5.0  # for the event loop to render a scrape
 
 
 def open_metrics_port(config: RouterConfig, metrics_text: Callable[[], bytes]) -> Callable[[], None]:
-    """Open the metrics port; returns what closes it. Raises ConfigError when it is taken.
+    """Open the metrics port, and return a function that closes it. Raises ConfigError if the port is taken.
 
-    The text is made on the running loop, as for the main port's /metrics: nothing else may read the router's state.
+    The running event loop renders the text, as for /metrics on the main port: no other thread may read the router's
+    state.
     """
     loop = asyncio.get_running_loop()
 

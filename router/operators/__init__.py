@@ -1,1 +1,1 @@
-"""Routes by which operators change a cluster: who may use them."""
+"""Checks who may use the routes that change a cluster."""

@@ -12,7 +12,7 @@ from router.workers.worker_link import WorkerLink
 
 def check_operator(request: Request, api_key: str, what: str) -> None:
     """Without an API key, refuse requests from other machines and from pages in a browser: anybody who reaches the
-    port could change the cluster. With one, it has been checked. what: is refused, in words."""
+    port could change the cluster. With a key, it has been checked already. what: the refused action, in words."""
     if api_key:
         return
     host = request.client.host if request.client else ""

@@ -1,1 +1,1 @@
-"""The page at `/`: a chat, and the cluster as it is now. Its figures come as server-sent events."""
+"""The page at `/`: a chat, and the current state of the cluster from server-sent events."""

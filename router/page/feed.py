@@ -1,4 +1,4 @@
-"""One snapshot a second for all who watch. There is no task: who watches first in a second makes it."""
+"""One snapshot a second for all watchers. There is no task: the first watcher in a second makes it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from router.gateway import Gateway
 from router.http.chunk_writer import ChunkWriter
 from router.page.snapshot import Before, facts, figures
 
-PAUSE_SECONDS = 3.0  # without a watcher: what was counted before says nothing of a second
+PAUSE_SECONDS = 3.0  # without a watcher, after which older counts are too old for rates
 
 
 class Feed:
-    """`events` in server-sent form: `facts` at first and whenever they change, `now` each second."""
+    """Server-sent events: `facts` at first and whenever they change, `now` each second."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -29,7 +29,7 @@ class Feed:
         self._num_facts = 0
 
     async def events(self, writer: ChunkWriter) -> AsyncGenerator[bytes, None]:
-        """Until the client or the server ends."""
+        """Yield events until the client or the server ends."""
         kept, seen = writer.keeps_alive, -1
         while writer.keeps_alive == kept:
             self._look(time.monotonic())
@@ -41,7 +41,7 @@ class Feed:
             await asyncio.sleep(1.0 - time.monotonic() % 1.0)
 
     def _look(self, now: float) -> None:
-        """Make the snapshot of this second, unless it is there."""
+        """Make the snapshot of this second, unless it exists."""
         if int(now) == self._second:
             return
         self._second = int(now)

@@ -1,4 +1,4 @@
-"""Where the time of a request went, and what was pulled between workers, from the log of `router/explain`. Pure."""
+"""Where a request's time went, and which KV was pulled between workers, from the log of `router/explain`. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Span = tuple[str, str, float]  # phase, worker ("" for the router), seconds
 
 
 def journey(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """One entry of `ExplainLog.recent` as the page shows it. The spans sum to the total."""
+    """Convert an entry of `ExplainLog.recent` for the page. The spans sum to the total."""
     return {
         "id": entry["choice"],
         "state": entry["state"],
@@ -26,15 +26,15 @@ def journey(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spans(time_line: Sequence[Mapping[str, Any]], legs: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """Phases in order: route, queue, prefill, pull, decode, wait (for a worker), replay (on the next worker).
+    """Return phases in order: route, queue, prefill, pull, decode, wait (for a worker), replay (on the next worker).
 
-    time_line: the spans of the log, named by the event before them. legs: what workers measured, one entry for each
-    "first output".
+    time_line: the log's spans, each named by the event before it. legs: workers' measurements, one for each "first
+    output".
     """
     found: list[Span] = []
     measured = iter(legs)
     phase, worker = "route", ""
-    computes = "prefill"  # what a decode worker does before its first output, when it has pulled no KV
+    computes = "prefill"  # the phase of a decode worker before its first output, if it pulls no KV
     for number, span in enumerate(time_line):
         event, seconds = str(span["after"]), float(span["seconds"])
         if event.startswith(("prefill on ", "decode on ")):
@@ -53,7 +53,7 @@ def spans(time_line: Sequence[Mapping[str, Any]], legs: Sequence[Mapping[str, An
 
 
 def pulls(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """KV that legs of a choice have read from the worker of the leg before."""
+    """Return the pulls of a choice's legs from the worker of the previous leg."""
     legs = entry["workers"]
     return [
         {
@@ -69,7 +69,7 @@ def pulls(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _start_of_leg(phase: str, worker: str, seconds: float, leg: Mapping[str, Any], computes: str) -> list[Span]:
-    """The time from a leg's submission to its first output, by what its worker measured: queue, pull, the rest."""
+    """Split the time from a leg's submission to its first output, as the worker measured it: queue, pull, rest."""
     queue = min(leg.get("queue_seconds", 0.0), seconds)
     pull = min(leg.get("kv_pull_seconds", 0.0), seconds - queue)
     if phase == "decode" and not pull:
@@ -78,7 +78,7 @@ def _start_of_leg(phase: str, worker: str, seconds: float, leg: Mapping[str, Any
 
 
 def _merged(found: Sequence[Span]) -> list[Span]:
-    """Without empty spans, and with equal neighbours as one."""
+    """Drop empty spans, and merge neighbours with the same phase and worker."""
     merged: list[Span] = []
     for phase, worker, seconds in found:
         if merged and merged[-1][:2] == (phase, worker):

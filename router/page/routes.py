@@ -1,4 +1,4 @@
-"""GET /, the files of the page, and GET /cluster/events, from which it and `mini-infer top` live."""
+"""GET /, the page's files, and GET /cluster/events, which the page and `mini-infer top` read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def add_page(routes: Routes, gateway: Gateway) -> None:
-    """The page's files need no key, as a browser cannot send one for them; what they ask for does."""
+    """Serve the page's files without a key, as a browser cannot send one for them; the page's requests need one."""
     feed = Feed(gateway)
     bundle = {item.name: item.read_bytes() for item in files(__package__).joinpath("static").iterdir()}
 

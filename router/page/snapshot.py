@@ -1,6 +1,6 @@
-"""What the page is told: facts of workers, which change rarely, and figures of each second. Changes nothing.
+"""What the page shows: facts about workers, which change rarely, and figures of each second. Changes nothing.
 
-Figures of a worker are a list in the order of COLUMNS: a hundred workers take a few kilobytes a second.
+The figures of a worker are a list in the order of COLUMNS: a hundred workers take a few kilobytes a second.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ COLUMNS = (
     "prefill_rate", "lost",
 )  # fmt: skip
 NUM_JOURNEYS = 12
-NUM_SEARCHED = 64  # newest choices, for pulls
-IDLE_SECONDS = 2.0  # without a step: its duration says nothing any more
+NUM_SEARCHED = 64  # newest choices searched for pulls
+IDLE_SECONDS = 2.0  # without a step, after which its duration is not shown
 
 
 @dataclass(frozen=True)
 class Before:
-    """The snapshot before, for what is counted between two. Rates are 0 in the first one."""
+    """Counts at the previous snapshot, to compute differences. In the first snapshot rates are 0."""
 
     time: float = 0.0
     decoded: Mapping[WorkerId, int] = field(default_factory=dict)  # tokens so far, by worker
     computed: Mapping[WorkerId, int] = field(default_factory=dict)  # prompt tokens so far, by worker
-    pulls: Mapping[str, int] = field(default_factory=dict)  # that were shown, by choice
+    pulls: Mapping[str, int] = field(default_factory=dict)  # number already shown, by choice
 
 
 def facts(gateway: Gateway) -> dict[str, Any]:
-    """What changes when workers come, go or restart."""
+    """Return what changes only when workers come, go or restart."""
     config = gateway.config
     return {
         "router": {
@@ -59,7 +59,7 @@ def facts(gateway: Gateway) -> dict[str, Any]:
 
 
 def _links(gateway: Gateway) -> list[WorkerLink]:
-    """All workers, those that compute prompts first, then by name: x-2 before x-10."""
+    """Return all workers, prefill workers first, then by name: x-2 before x-10."""
     return sorted(
         gateway.workers.links, key=lambda link: (link.role != "prefill", len(link.worker_id), link.worker_id)
     )
@@ -88,7 +88,7 @@ def worker_facts(link: WorkerLink, model: str) -> dict[str, Any]:
 
 
 def figures(gateway: Gateway, before: Before, now: float) -> tuple[dict[str, Any], Before]:
-    """The cluster now, and what the next call needs. now: of time.monotonic()."""
+    """Return the cluster's current figures, and the counts for the next call. now: from time.monotonic()."""
     links = _links(gateway)
     decoded = {link.worker_id: meter_of(link).rates.num_decoded for link in links}
     computed = {link.worker_id: meter_of(link).rates.num_computed for link in links}
@@ -116,7 +116,7 @@ def figures(gateway: Gateway, before: Before, now: float) -> tuple[dict[str, Any
 
 
 def worker_figures(link: WorkerLink, now: float, decode_rate: float, prefill_rate: float) -> list[Any]:
-    """In the order of COLUMNS. Rates are tokens a second."""
+    """Return the figures in the order of COLUMNS. Rates are tokens per second."""
     load = link.load
     is_idle = now - link.last_step > IDLE_SECONDS
     return [
@@ -139,7 +139,7 @@ def worker_figures(link: WorkerLink, now: float, decode_rate: float, prefill_rat
 def _rate(
     totals: Mapping[WorkerId, int], before: Mapping[WorkerId, int], worker_id: WorkerId, seconds: float
 ) -> float:
-    """0 for a worker that is new, or that counts from 0 again."""
+    """Return a worker's rate; 0 if it is new or has restarted its count."""
     return max(totals[worker_id] - before.get(worker_id, totals[worker_id]), 0) / seconds if seconds else 0.0
 
 
@@ -148,7 +148,7 @@ def _recent(log: object, now: float) -> list[dict[str, Any]]:
 
 
 def _open_pulls(gateway: Gateway) -> list[dict[str, Any]]:
-    """KV that is being read, or waits for its decode worker: not read before the leg's first output."""
+    """Return the pulls of legs on decode workers that have not had their first output."""
     found = []
     for model in gateway.base_models:
         for journal in model.dispatcher.open_choices:
@@ -162,7 +162,7 @@ def _open_pulls(gateway: Gateway) -> list[dict[str, Any]]:
 def _new_pulls(
     entries: Sequence[Mapping[str, Any]], shown: Mapping[str, int]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Pulls since the snapshot before, and how many each choice has had."""
+    """Return the pulls since the previous snapshot, and the number of pulls of each choice."""
     new: list[dict[str, Any]] = []
     counts: dict[str, int] = {}
     for entry in entries:

@@ -1,1 +1,1 @@
-"""Which path was meant by one that there is not."""
+"""Suggests a path for a request to one that does not exist."""

@@ -1,18 +1,18 @@
-"""What a client is told that asks for a path which there is not. Pure."""
+"""The error message for a path that does not exist. Pure."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 
-MAX_GUESSED_PATH = 64  # characters; a longer path is no typo
-# What OpenAI, Anthropic or vLLM serve under /v1: not a misspelt path of ours.
+MAX_GUESSED_PATH = 64  # characters; a longer path is not a typo
+# Paths under /v1 in the APIs of OpenAI, Anthropic and vLLM, which are not misspelt paths of ours.
 OTHER_APIS = frozenset(
     {"responses", "messages", "embeddings", "moderations", "audio", "images", "files", "batches", "rerank", "score"}
 )
 
 
 def no_such_path(path: str, paths: list[str]) -> str:
-    """Say which path is meant: most such requests come from a base URL with /v1 missing, or twice."""
+    """Suggest the intended path: most such requests come from a base URL in which /v1 is missing or doubled."""
     if len(path) > MAX_GUESSED_PATH:
         return "no such path"
     has_docs = "/docs" in paths

@@ -1,1 +1,1 @@
-"""POST /v1/workers/ID/role: what the router uses a worker for. Every worker can compute prompts and generate."""
+"""POST /v1/workers/ID/role: changes what the router uses a worker for. Every worker can do both."""

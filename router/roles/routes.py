@@ -1,4 +1,4 @@
-"""The route that changes the role of a worker."""
+"""The route that changes a worker's role."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_role_route(routes: Routes, gateway: Gateway) -> None:
 
 
 def _change(link: WorkerLink, role: str, gateway: Gateway) -> None:
-    """Place new requests by another role; open ones stay. Raises HttpError where nothing could be served."""
+    """Change the role for new requests; open ones stay. Raises HttpError if no request could be served then."""
     model = gateway.workers.model_of(link)
     if role == "prefill" and not has_other(model, link):
         raise HttpError(

@@ -1,1 +1,1 @@
-"""Pages that vLLM's users ask a server for: is it there, how busy, with which settings, which tokenizer."""
+"""Pages that vLLM's users expect of a server: readiness, load, settings, tokenizer."""

@@ -42,7 +42,7 @@ def add_server_pages(routes: Routes, gateway: Gateway) -> None:
         )
 
     async def ping(_: Request) -> Response:
-        """Amazon SageMaker's probe: an empty body."""
+        """Answer Amazon SageMaker's probe with an empty body."""
         is_ready = any(model.workers.usable("decode") for model in gateway.base_models)
         return Response(status_code=200 if is_ready else 503)
 
@@ -69,7 +69,7 @@ def add_server_pages(routes: Routes, gateway: Gateway) -> None:
             return None if token_id is None else tokenizer.token_text(token_id)
 
         info: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # whatever the files say: this is how they are read
+            "tokenizer_class": "PreTrainedTokenizerFast",  # whatever the files say: this class reads them
             "vocab_size": tokenizer.vocab_size,
             "bos_token": text(tokenizer.bos_id),
             "eos_token": text(next(iter(tokenizer.eos_token_ids), None)),

@@ -1,1 +1,1 @@
-"""Tokens without an answer: the ids of a text or a conversation, and the text of ids."""
+"""Tokenization without an answer: the token ids of a text or conversation, and the text of token ids."""

@@ -1,1 +1,1 @@
-"""OpenTelemetry traces of requests, built in the router of what it knows when a request has ended."""
+"""OpenTelemetry traces of requests, built in the router when a request has ended."""

@@ -1,7 +1,7 @@
-"""Export of spans by OpenTelemetry's SDK: a batch processor in a thread of its own, OTLP over HTTP.
+"""Exports spans with OpenTelemetry's SDK: a batch processor in a separate thread, OTLP over HTTP.
 
-What its own variables say holds, too: OTEL_EXPORTER_OTLP_HEADERS for a collector that asks for a key, OTEL_BSP_* for
-batches, OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
+The SDK's environment variables apply, too: OTEL_EXPORTER_OTLP_HEADERS for a collector that needs a key, OTEL_BSP_*
+for batches, OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 class Export:
-    """A provider of tracers whose spans are sent. `close` it, or the end of the process does."""
+    """A tracer provider that sends its spans. `close` it; otherwise the process does at exit."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = _Reporting(exporter)
         facts = {"service.version": VERSION}
         if "OTEL_SERVICE_NAME" not in os.environ:
             facts["service.name"] = "mini-infer-router"
-        # Who asks for spans has decided which requests have some.
+        # `Tracing` has already decided which requests have spans.
         self.provider = TracerProvider(ALWAYS_ON, Resource.create(facts), shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(self._exporter))
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Send what is left, but wait for no collector that is down."""
+        """Send the remaining spans, but do not wait for a collector that is down."""
         atexit.unregister(self.close)
         if self._exporter.is_failing:
             self._exporter.shutdown()
@@ -44,7 +44,7 @@ class Export:
 
 
 class _Reporting(SpanExporter):
-    """Says once that spans are lost, and once that they are no longer; the library would say so for each batch."""
+    """Logs once when spans begin to be lost, and once when they no longer are; the library would log each batch."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self.is_failing = False
@@ -70,5 +70,5 @@ class _Reporting(SpanExporter):
 
 
 def open_export(url: str) -> Export:
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `_Reporting` says it
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `_Reporting` logs its errors
     return Export(OTLPSpanExporter(url))

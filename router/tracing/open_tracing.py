@@ -1,4 +1,4 @@
-"""Opens tracing where an endpoint is given; without one, nothing of OpenTelemetry's SDK is imported."""
+"""Opens tracing if an endpoint is given; without one, OpenTelemetry's SDK is not imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_tracing(config: Settings) -> Tracing | None:
-    """None without an endpoint. Raises ConfigError where OpenTelemetry's packages are missing."""
+    """Return None without an endpoint. Raises ConfigError if OpenTelemetry's packages are missing."""
     settings = config.of(TracingSettings)
     if not settings.otlp_traces_endpoint:
         return None

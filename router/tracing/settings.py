@@ -29,6 +29,6 @@ class TracingSettings:
 
     @property
     def url(self) -> str:
-        """The endpoint, with OTLP's path where it has none."""
+        """The endpoint, with OTLP's default path if it has none."""
         address = urlsplit(self.otlp_traces_endpoint)
         return address._replace(path=(address.path.strip("/") and address.path) or "/v1/traces").geturl()

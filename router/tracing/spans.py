@@ -1,8 +1,8 @@
-"""The spans of a request as plain data, made of its choices' journals. Knows nothing of OpenTelemetry.
+"""The spans of a request as plain data, made from its choices' journals. Knows nothing of OpenTelemetry.
 
-Names and attributes are those of vLLM and of OpenTelemetry's conventions for generative AI; what these lack is called
-`mini_infer.*`. Times are time.monotonic() of this process: what a worker has measured is a duration, placed before
-the output that came with it, so that no clocks have to agree.
+Names and attributes are those of vLLM and of OpenTelemetry's conventions for generative AI; others are called
+`mini_infer.*`. Times are this process's time.monotonic(): workers' measurements are durations, placed just before the
+output that came with them, so that clocks need not agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from protos import types_pb2 as pb
 from router.journal import DEADLINE_EXCEEDED, FIRST_OUTPUT, MOVED, WAITING, Event, Journal
 
 Value = str | bool | int | float | Sequence[str]
-OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}  # by what ids begin with; all others make vectors
+OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion"}  # by prefix of the request id; others compute vectors
 FAILED = frozenset({"error", "refused"})
 WORKER, FROM_WORKER, TO_WORKER = "mini_infer.worker.id", "mini_infer.worker.from", "mini_infer.worker.to"
 
@@ -25,12 +25,12 @@ class Span:
     start: float
     end: float
     attributes: dict[str, Value] = field(default_factory=dict)
-    error: str = ""  # why it failed; empty: it did not
+    error: str = ""  # why it failed; empty: it did not fail
     children: list[Span] = field(default_factory=list)
 
 
 def request_span(request_id: str, model: str, choices: Mapping[Journal, int], end: float) -> Span:
-    """A request that has ended. choices: their journals, at least one, and the index of each one's prompt."""
+    """Return the span of a request that has ended. choices: the index of its prompt for each choice's journal."""
     journals = [*choices]
     arrival = journals[0].arrival
     outcomes = [journal.outcome for journal in journals]
@@ -66,7 +66,7 @@ def _request_attributes(request_id: str, model: str, choices: Mapping[Journal, i
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.n": len(journals),
         "gen_ai.response.finish_reasons": [journal.outcome for journal in journals],
-        # vLLM's names, and those of the conventions since.
+        # vLLM's names, and the newer names of the conventions.
         "gen_ai.usage.prompt_tokens": num_prompt_tokens,
         "gen_ai.usage.input_tokens": num_prompt_tokens,
         "gen_ai.usage.completion_tokens": num_output_tokens,
@@ -86,14 +86,14 @@ def _request_attributes(request_id: str, model: str, choices: Mapping[Journal, i
 
 
 def _end_of(journal: Journal, request_end: float) -> float:
-    """When a choice ended: those of one request end at different times."""
+    """Return when a choice ended, since the choices of a request end at different times."""
     if journal.outcome in FAILED or journal.outcome == "abort" or not journal.has_started:
         return request_end
     return max(journal.last_token_time, journal.events[-1].time)
 
 
 def _choice_spans(journal: Journal, end: float) -> list[Span]:
-    """Consecutive spans from the choice's arrival to its end: one for each leg, move and wait for a worker."""
+    """Return consecutive spans from the choice's arrival to its end: one for each leg, move and wait for a worker."""
     span = Span("accept", journal.arrival, end)
     spans = [span]
 
@@ -124,7 +124,7 @@ def _choice_spans(journal: Journal, end: float) -> list[Span]:
 
 
 def _parts_of_leg(leg: Span, first_output: Event, end: float, num_tokens: int) -> list[Span]:
-    """What a worker did for a leg. num_tokens: output tokens of the choice at the leg's end."""
+    """Return the spans of a worker's part in a leg. num_tokens: output tokens of the choice at the leg's end."""
     times = first_output.times or pb.RequestTimes()
     now = first_output.time
     computed = max(now - times.prefill_seconds, leg.start)

@@ -1,6 +1,6 @@
-"""Which requests are traced, and their spans as OpenTelemetry's when they have ended.
+"""Decides which requests are traced, and converts their spans to OpenTelemetry's after they have ended.
 
-While a request runs, nothing is done for its trace: the journals of its choices have what the spans are made of.
+While a request runs, tracing does nothing: the journals of its choices contain the data of the spans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.tracing.spans import Span, request_span
 
 
 class Tracing:
-    """Traces a part of the requests, `ratio`, and of those with a traceparent the ones that it calls sampled."""
+    """Traces a share of the requests, `ratio`; requests with a traceparent are traced if it is marked as sampled."""
 
     def __init__(self, export: Export, ratio: float) -> None:
         self.export = export
@@ -40,7 +40,7 @@ class Tracing:
     def __call__(
         self, headers: Mapping[str, str], model: str, request: GenerationRequest, response: Response
     ) -> Response:
-        """Return the response, or one that is traced when it has been sent."""
+        """Return the response, wrapped so that it is traced after it has been sent, if the request is sampled."""
         parent = self._propagator.extract(headers, Context())
         caller = get_current_span(parent).get_span_context()
         is_sampled = caller.trace_flags.sampled if caller.is_valid else random.random() < self._ratio
@@ -55,7 +55,7 @@ class Tracing:
         self._emit(span, parent, SpanKind.SERVER, time.time_ns() - int(now * 1e9))
 
     def _emit(self, span: Span, parent: Context, kind: SpanKind, offset: int) -> None:
-        """offset: nanoseconds from the monotonic clock to the wall clock."""
+        """Export a span. offset: nanoseconds from the monotonic clock to the wall clock."""
         made = self._tracer.start_span(
             span.name, parent, kind, span.attributes, start_time=offset + int(span.start * 1e9)
         )
@@ -68,7 +68,7 @@ class Tracing:
 
 
 class TracedResponse(Response):
-    """An answer that tells of its end."""
+    """A response that calls `on_end` when it has been sent."""
 
     def __init__(self, response: Response, on_end: Callable[[], None]) -> None:
         self.background = None

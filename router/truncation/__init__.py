@@ -1,1 +1,1 @@
-"""Prompts of which a request wants the first or the last tokens alone."""
+"""Truncates prompts to their first or last tokens."""

@@ -1,4 +1,4 @@
-"""Cut prompts to the length that a request asks for."""
+"""Truncates prompts to the length that a request asks for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from common.errors import InvalidRequestError
 from router.api.schemas import Body, GenerationBody
 from router.workers.model_workers import ModelLimits
 
-TruncationSide = Literal["left", "right"]  # where others are cut off
+TruncationSide = Literal["left", "right"]  # where tokens are cut off
 
 
 class TruncationFields(Body):
-    """Fields of a request's body."""
+    """Fields of a request's body about truncation."""
 
-    # Tokens of a prompt that are kept; -1: as many as fit.
+    # Number of prompt tokens to keep; -1: as many as fit.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     truncation_side: TruncationSide | None = None
 
@@ -28,9 +28,9 @@ class TruncationFields(Body):
 
 
 def truncated(token_ids: list[int], kept: int | None, most: int, side: TruncationSide | None) -> list[int]:
-    """The last tokens of a prompt, or the first ones (side `right`), when the client asked for that.
+    """Return the last tokens of a prompt, or with side `right` the first, if the client asks for truncation.
 
-    kept: how many, as the client says it. most: what -1 stands for.
+    kept: the number that the client gives; None: no truncation. most: the meaning of -1.
     """
     if kept is None:
         return token_ids
@@ -39,7 +39,7 @@ def truncated(token_ids: list[int], kept: int | None, most: int, side: Truncatio
 
 
 def truncated_prompts(body: GenerationBody, limits: ModelLimits, prompts: list[list[int]]) -> list[list[int]]:
-    """The prompts of a request for text."""
+    """Return the truncated prompts of a request for text."""
     if not isinstance(body, TruncationFields) or body.truncate_prompt_tokens is None:
         return prompts
     most = most_prompt_tokens(body, limits)
