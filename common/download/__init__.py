@@ -1,1 +1,1 @@
-"""Models by their id on a hub. Without it a model is a folder or a file, or the default."""
+"""Models by their id on a hub. Without this wing a model is a folder, a file or the default."""

@@ -1,8 +1,8 @@
 """Download a model from the hub into a folder: `python -m common.download HUB_ID FOLDER`.
 
-Files arrive in FOLDER.partial. An interrupted download goes on where it was, within a large file, too; FOLDER appears
-when all of them are there, so that whoever finds it may start from it. HF_TOKEN and HF_ENDPOINT are huggingface_hub's
-own variables.
+Files arrive in FOLDER.partial. An interrupted download is resumed, even within a large file. FOLDER appears only when
+all files are complete, so that it can be used as soon as it exists. HF_TOKEN and HF_ENDPOINT are variables of
+huggingface_hub.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.errors import ConfigError
 
 
 def download_into(hub_id: str, folder: Path) -> None:
-    """Make `folder` with the files of `hub_id`, unless it is there. Raises ConfigError."""
+    """Create `folder` with the files of `hub_id`, unless it exists. Raises ConfigError."""
     if folder.exists():
         print(f"{folder} is there", flush=True)
         return
@@ -28,7 +28,7 @@ def download_into(hub_id: str, folder: Path) -> None:
     download(hub_id, partial)
     if not (partial / "config.json").is_file():
         raise ConfigError(f"{hub_id} has no config.json: it is no model in Hugging Face's format")
-    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the hub's notes on what was complete
+    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the hub's records of complete files
     partial.rename(folder)
     print(f"{folder} is complete", flush=True)
 
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 when the folder is complete, else 1, after Ctrl-C 130; a further run goes on."""
+    """Return the exit code: 0 when the folder is complete, otherwise 1, 130 after Ctrl-C; a further run resumes."""
     arguments = build_parser().parse_args(argv)
     try:
         download_into(arguments.hub_id, arguments.folder)
@@ -55,6 +55,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # At once, as SIGKILL would at the end of the grace period: sys.exit would wait for the threads that download.
+    # Exit immediately, as SIGKILL would after the grace period: sys.exit would wait for the downloading threads.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Fetch a model's files from the hub, with progress, through huggingface_hub."""
+"""Downloads a model's files from the hub, with progress, through huggingface_hub."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from common.errors import ConfigError
 
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_PATTERNS = ["*.safetensors"]
-# The same weights once more, as Mistral and OpenAI have them for their own programs.
+# Copies of the weights in the formats of Mistral's and OpenAI's own programs.
 IGNORED_PATTERNS = ["consolidated*.safetensors", "original/*", "metal/*"]
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _QUANTIZATION = re.compile(r"(?:^|[-._/])((?:UD-)?I?Q\d\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
-_NUM_NAMED = 12  # quantizations, in an error
+_NUM_NAMED = 12  # quantizations named in an error
 
 
 def download(hub_id: str, folder: Path | None = None, weights: bool = True) -> Path:
-    """Download a model's files into `folder`, or the hub's cache; return where they lie. Raises ConfigError.
+    """Download a model's files into `folder` or the hub's cache; return their folder. Raises ConfigError.
 
-    A download goes on where an earlier one was interrupted. One into `folder` is complete when this returns.
+    Resumes an interrupted download. One into `folder` is complete when this returns.
     """
     from huggingface_hub import snapshot_download
 
@@ -31,7 +31,7 @@ def download(hub_id: str, folder: Path | None = None, weights: bool = True) -> P
     chosen: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": IGNORED_PATTERNS}
     with _told(hub_id, folder):
         found = _snapshot(hub_id, folder, chosen)
-        if folder is not None:  # for a hub out of reach, the call above takes the files that happen to be there
+        if folder is not None:  # if the hub is unreachable, the call above accepts the files that exist
             files = snapshot_download(hub_id, local_dir=folder, dry_run=True, **chosen)
             left = [file.filename for file in files if file.will_download]
             if left:
@@ -43,9 +43,9 @@ def download(hub_id: str, folder: Path | None = None, weights: bool = True) -> P
 
 
 def download_gguf(hub_id: str, quantization: str, weights: bool = True) -> Path:
-    """Download the GGUF file, or its parts, that `quantization` names into the hub's cache; return the first.
+    """Download the GGUF file that `quantization` names, or its parts, into the hub's cache; return the first.
 
-    weights: false fetches the first part alone, which has configuration and tokenizer. Raises ConfigError.
+    weights: false fetches only the first part, which has configuration and tokenizer. Raises ConfigError.
     """
     with _told(hub_id, None):
         files = gguf_files(hub_id, _gguf_names(hub_id), quantization)
@@ -54,9 +54,10 @@ def download_gguf(hub_id: str, quantization: str, weights: bool = True) -> Path:
 
 
 def gguf_files(hub_id: str, names: Sequence[str], quantization: str) -> list[str]:
-    """The file, or its parts in order, that `quantization` (`Q4_K_M`, any case) names among a repository's files.
+    """Return the file among a repository's files that `quantization` (`Q4_K_M`, any case) names, or its parts in
+    order.
 
-    Raises ConfigError, which lists what there is.
+    Raises ConfigError, which lists the quantizations that exist.
     """
     wanted = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}$", re.IGNORECASE)
     found: dict[str, list[str]] = {}
@@ -70,26 +71,26 @@ def gguf_files(hub_id: str, names: Sequence[str], quantization: str) -> list[str
 
 
 def quantizations(names: Sequence[str]) -> list[str]:
-    """What GGUF files are called by, in order."""
+    """Return the sorted quantization names of GGUF files."""
     found = (_QUANTIZATION.search(_stem(name)) for name in names)
     return sorted({each[1] for each in found if each})
 
 
 def _snapshot(hub_id: str, folder: Path | None, chosen: Mapping[str, list[str]]) -> Path:
-    """Download the chosen files. chosen: patterns, as `snapshot_download` takes them."""
+    """Download the chosen files. chosen: patterns for `snapshot_download`."""
     from huggingface_hub import snapshot_download
 
     patterns: dict[str, Any] = {**chosen}
     try:
         files = snapshot_download(hub_id, local_dir=folder, dry_run=True, **patterns)
-    except _client_errors():  # the hub is out of reach: what is there may be enough
+    except _client_errors():  # the hub is unreachable: files that exist may be enough
         files = []
     fetch_parts(hub_id, files, folder)
     return Path(snapshot_download(hub_id, local_dir=folder, **patterns))
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
-    """OSError, and the base of what the HTTP client raises, of which there is another one in each major version."""
+    """Return OSError and the base of the HTTP client's errors, which differs between major versions."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
@@ -100,7 +101,7 @@ def _stem(name: str) -> str:
 
 
 def _gguf_names(hub_id: str) -> list[str]:
-    """The repository's GGUF files with weights of a language model."""
+    """Return the repository's GGUF files with weights of a language model."""
     from huggingface_hub import snapshot_download
 
     files = snapshot_download(hub_id, allow_patterns=["*.gguf"], ignore_patterns=["*mmproj*"], dry_run=True)
@@ -109,7 +110,7 @@ def _gguf_names(hub_id: str) -> list[str]:
 
 @contextmanager
 def _told(hub_id: str, folder: Path | None) -> Iterator[None]:
-    """Raise what keeps files of the hub from a user as ConfigError that says what to do."""
+    """Convert errors that keep a user from files of the hub into ConfigErrors that say what to do."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -117,13 +118,13 @@ def _told(hub_id: str, folder: Path | None) -> Iterator[None]:
         yield
     except HFValidationError:
         raise ConfigError(f"{hub_id} is no hub id: one is organization/name") from None
-    except RepositoryNotFoundError as error:  # a gated one, too
+    except RepositoryNotFoundError as error:  # a gated repository, too
         raise ConfigError(
             f"{hub_id} is not on the hub, or not for everybody: check the id, and set HF_TOKEN if it is gated or "
             "private"
         ) from error
     except _client_errors() as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of this machine's files, not of the hub
+        if isinstance(error, OSError) and error.errno is not None:  # about this machine's files, not the hub
             raise ConfigError(
                 f"cannot keep {hub_id} in {folder or constants.HF_HUB_CACHE}: {error.strerror}. Mount a volume "
                 "there, or set HF_HOME to a folder that may be written to"

@@ -1,6 +1,6 @@
-"""Fetch large files of a model into parts that outlive an interruption: huggingface_hub deletes its own.
+"""Downloads large files of a model into parts that survive an interruption; huggingface_hub deletes its own.
 
-A complete part gets the name under which huggingface_hub looks for the file, and is not downloaded again.
+A complete part is renamed to the file that huggingface_hub looks for, and is not downloaded again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
-MIN_BYTES = 8 << 20  # of a file: less is fetched again sooner than asked for
+MIN_BYTES = 8 << 20  # of a file: fetching a smaller one again is faster than asking for its metadata
 NUM_AT_ONCE = 4
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -27,7 +27,7 @@ class _StoppedError(Exception):
 
 
 class _Part:
-    """A file that grows until it is told to stop: nothing else ends a thread that downloads."""
+    """A file whose `write` raises once it is told to stop: nothing else ends a downloading thread."""
 
     def __init__(self, file: BinaryIO, stop: threading.Event) -> None:
         self._file = file
@@ -42,7 +42,7 @@ class _Part:
 
 
 class _Place(NamedTuple):
-    """Where a file goes."""
+    """Where a file is downloaded to."""
 
     part: Path
     target: Path
@@ -50,10 +50,10 @@ class _Place(NamedTuple):
 
 
 def fetch_parts(hub_id: str, files: Sequence[DryRunFileInfo], folder: Path | None) -> None:
-    """Fetch those of the files that are large and missing into `folder`, or the hub's cache.
+    """Fetch the large missing files among `files` into `folder` or the hub's cache.
 
-    Leaves to huggingface_hub what it can only fetch itself, and all with its own switch for fast networks. Raises
-    what it raises.
+    Leaves to huggingface_hub the files that only it can fetch, and all files if its switch for fast networks is set.
+    Raises huggingface_hub's errors.
     """
     from huggingface_hub import constants
 
@@ -67,7 +67,7 @@ def fetch_parts(hub_id: str, files: Sequence[DryRunFileInfo], folder: Path | Non
         try:
             for each in as_completed(fetching):
                 each.result()
-        except BaseException:  # Ctrl-C, too: the pool waits for its threads, which download until they are told
+        except BaseException:  # Ctrl-C, too: the pool waits for its threads, which download until told to stop
             stop.set()
             for each in fetching:
                 each.cancel()
@@ -99,7 +99,7 @@ def _fetch(hub_id: str, file: DryRunFileInfo, folder: Path | None, stop: threadi
                 url, growing, resume_size=num_before, headers=headers, expected_size=found.size,
                 displayed_filename=file.filename,
             )  # fmt: skip
-        if num_before and _sha256(part) != found.etag:  # of several processes, where locks do not hold
+        if num_before and _sha256(part) != found.etag:  # written by several processes, where locks do not work
             part.unlink()
             return
         part.replace(target)

@@ -1,1 +1,1 @@
-"""GGUF files as far as services without an engine read them: the header and the tokenizer."""
+"""The header and the tokenizer of GGUF files, for services without an engine."""

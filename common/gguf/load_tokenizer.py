@@ -1,4 +1,4 @@
-"""Load the tokenizer that a GGUF file has in its metadata, with its chat template."""
+"""Loads the tokenizer in a GGUF file's metadata, with its chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.text.tokenizer import Tokenizer
 
 
 def tokenizer_of_file(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file. Raises UnsupportedModelError for kinds not known here."""
+    """Return the tokenizer of a GGUF file. Raises UnsupportedModelError for an unknown kind."""
     metadata = read_gguf(path).metadata
     backend = backend_from_metadata(metadata)
     eos_ids = [

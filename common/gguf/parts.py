@@ -1,7 +1,7 @@
-"""A GGUF model's metadata and tensors, from one file or from the parts that llama.cpp's `gguf-split` makes of it.
+"""A GGUF model's metadata and tensors, from one file or from the parts that llama.cpp's `gguf-split` makes.
 
-Parts are called `m-00001-of-00003.gguf` and so on, and lie in one folder. Each says which it is (`split.no`, from 0),
-of how many (`split.count`), and how many tensors all have together (`split.tensors.count`); the first has the
+Parts are called `m-00001-of-00003.gguf` and so on, and lie in one folder. Each has its number (`split.no`, from 0),
+the number of parts (`split.count`), and the number of all parts' tensors (`split.tensors.count`); the first has the
 metadata.
 """
 
@@ -21,7 +21,7 @@ _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class GgufContents:
-    """files: in their order. file_of: where a tensor lies, to which its offset belongs."""
+    """files: in order. file_of: the file of each tensor, to which its offset refers."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -30,9 +30,9 @@ class GgufContents:
 
 
 def read_gguf(path: Path) -> GgufContents:
-    """Read the headers of a file, or of all parts where it is one of them.
+    """Read the header of a file, or the headers of all parts if it is one of them.
 
-    Raises ConfigError, which names the part that is missing or another than its name says.
+    Raises ConfigError, which names a part that is missing or does not match its name.
     """
     header = read_gguf_header(path)
     count = _number(header, "split.count")
@@ -84,6 +84,6 @@ def _check_tensors(headers: list[GgufHeader], files: list[Path]) -> None:
 
 
 def _number(header: GgufHeader, key: str) -> int:
-    """0 where the key is not there, or no number."""
+    """Return a number of the metadata; 0 if the key is missing or not a number."""
     value = header.metadata.get(key, 0)
     return value if isinstance(value, int) else 0

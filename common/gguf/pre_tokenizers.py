@@ -1,7 +1,7 @@
-"""How byte-level tokenizers of GGUF files cut a text before merging, by the names of `tokenizer.ggml.pre`.
+"""How byte-level tokenizers of GGUF files split a text before merging, by the names of `tokenizer.ggml.pre`.
 
-A name stands for the expressions of one model's tokenizer.json, which later models share. They are applied one after
-the other, each to the pieces that the one before has left.
+A name stands for the expressions in one model's tokenizer.json, which later models share. The expressions are applied
+in order, each to the pieces that the previous one left.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _VIKING = (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")
 
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"  # letters of no case are in both
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"  # letters without case are in both
 
 
 def _cased(after_word: str, digits: str, but: str = "", after_marks: str = r"\r\n/") -> str:
-    """A word ends where a capital letter follows a small one. but: which letters none has."""
+    """Return an expression that splits words between a small and a capital letter. but: excluded letters."""
     before, upper, lower = r"[^\r\n\p{L}\p{N}]?", f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
     words = (f"{before}{upper}*{lower}+{after_word}", f"{before}{upper}+{lower}*{after_word}")
     return "|".join([*words, digits, rf" ?[^\s\p{{L}}\p{{N}}]+[{after_marks}]*", _SPACES])
@@ -34,7 +34,7 @@ _GPT4O = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
 _KIMI = r"\p{Han}+|" + _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", but=r"&&[^\p{Han}]", after_marks=r"\r\n")
 
 
-# Letters that have a case, as DeepSeek's first tokenizers list them; later additions to Unicode are not among them.
+# Letters with case, as DeepSeek's first tokenizers list them, without later additions to Unicode.
 _CASED_LETTERS = (
     rb"A-Za-z\u00B5\u00C0-\u00D6\u00D8-\u00F6\u00F8-\u01BA\u01BC-\u01BF\u01C4-\u0293\u0295-\u02AF\u0370-\u0373"
     rb"\u0376\u0377\u037B-\u037D\u037F\u0386\u0388-\u038A\u038C\u038E-\u03A1\u03A3-\u03F5\u03F7-\u0481\u048A-\u052F"
@@ -67,10 +67,9 @@ _DEEPSEEK_V3 = (
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """splits: expressions whose matches are pieces, as what is between them. ends_as_gpt2: with GPT-2's at the end.
-
-    whole_pieces: a piece that is a token is taken, whatever merges give. is_composed: characters are composed first.
-    adds_bos: the token that begins a text goes first, unless the file says otherwise.
+    """splits: expressions whose matches become pieces, as does the text between them. ends_as_gpt2: GPT-2's
+    expression comes last. whole_pieces: a piece that is a token is taken as one, whatever merges give. is_composed:
+    characters are composed first (NFC). adds_bos: a text begins with the BOS token, unless the file says otherwise.
     """
 
     splits: tuple[str, ...] = ()
@@ -84,14 +83,14 @@ class Cutting:
         return pre_tokenizers.Sequence([*(pre_tokenizers.Split(Regex(x), "isolated") for x in self.splits), bytes_of])
 
 
-# Of models whose other parts are served. What several models share is listed under the first one's name.
+# Of models whose architecture is supported. Names that share expressions are listed together.
 _KNOWN: dict[tuple[str, ...], Cutting] = {
     ("default", "gpt-2", "gigachat", "a.x-4.0", "trillion"): Cutting(ends_as_gpt2=True),
     ("smollm", "refact", "starcoder", "minerva-7b"): Cutting((r"\p{N}",), ends_as_gpt2=True),
     ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "midm-2.0"): Cutting(
         (_LLAMA3,), whole_pieces=True, adds_bos=True
     ),
-    ("dbrx", "smaug-bpe"): Cutting((_LLAMA3,)),  # Phi-4's is called dbrx
+    ("dbrx", "smaug-bpe"): Cutting((_LLAMA3,)),  # Phi-4's name is dbrx
     ("tekken",): Cutting((_cased("", r"\p{N}"),), whole_pieces=True, adds_bos=True),
     ("gpt-4o", "llama4", "kanana2"): Cutting((_GPT4O,), whole_pieces=True),
     ("kimi-k2",): Cutting((_KIMI,), whole_pieces=True),
@@ -107,7 +106,7 @@ _BY_NAME = {name: cutting for names, cutting in _KNOWN.items() for name in names
 
 
 def cutting_of(name: str) -> Cutting:
-    """Raises UnsupportedModelError, which names what is known."""
+    """Return how the named tokenizer splits. Raises UnsupportedModelError, which lists the known names."""
     if name not in _BY_NAME:
         known = ", ".join(sorted(_BY_NAME))
         raise UnsupportedModelError(f"GGUF pre-tokenizer {name!r} is not supported (known: {known})")

@@ -1,6 +1,6 @@
-"""Build a `tokenizers.Tokenizer` from the metadata of a GGUF file (`tokenizer.ggml.*`).
+"""Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file (`tokenizer.ggml.*`).
 
-Two models: `gpt2`, byte-level BPE with the pre-tokenizer that `tokenizer.ggml.pre` names, and `llama`,
+There are two kinds: `gpt2`, byte-level BPE with the pre-tokenizer that `tokenizer.ggml.pre` names, and `llama`,
 SentencePiece BPE with byte fallback. Does not read files and knows nothing of chat templates.
 """
 
@@ -20,7 +20,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 def backend_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that the file describes. Raises UnsupportedModelError for kinds not known here."""
+    """Return the tokenizer that the metadata describes. Raises UnsupportedModelError for an unknown kind."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -59,7 +59,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    """SentencePiece merges the pair whose result scores best; as BPE that is merges sorted by score."""
+    """SentencePiece merges the pair whose result scores best, which equals BPE with merges sorted by score."""
     scores = metadata.get("tokenizer.ggml.scores")
     types = metadata.get("tokenizer.ggml.token_type")
     if not scores or len(scores) != len(tokens) or not types or len(types) != len(tokens):

@@ -1,1 +1,1 @@
-"""Grammars that an answer must follow, and the JSON schemas that become some of them."""
+"""Grammars that answers must follow, and JSON schemas that are turned into grammars."""

@@ -1,6 +1,6 @@
-"""Grammars that an answer must follow: JSON schemas, regular expressions, choices, Lark grammars, over llguidance.
+"""Grammars that an answer must follow: JSON schemas, regular expressions, choices, Lark grammars; uses llguidance.
 
-A grammar travels as one string, `KIND:TEXT`. Routers check it; engines follow it (`engine/grammar/grammars.py`).
+A grammar is passed on as one string, `KIND:TEXT`. Routers check it; engines follow it (`engine/grammar/grammars.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from common.grammar.unique_items import UNIQUE
 
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_GBNF_CHARS = 64 * 1024  # converted at 10 us each
-# What schemas that people wrote need, with a margin: docs/decisions/structured-outputs.md. Errors show no state.
+# Measured needs of schemas written by people, with a margin: docs/decisions/structured-outputs.md. Errors show no
+# state.
 LIMITS = LLParserLimits(
     max_items_in_row=500,
     step_max_items=10_000,
@@ -29,11 +30,11 @@ LIMITS = LLParserLimits(
     max_lexer_states=8_000,
     verbose_errors=False,
 )
-# Without it a matcher follows all that a grammar forces before it says which token is next: a million bytes of
+# Without it, a matcher follows everything that a grammar forces before it returns the next token: a million bytes of
 # `(x{1000}){1000}` at once, 3 s and 230 MB, which no limit bounds.
 NO_FORCING = '%llguidance {"no_forcing": true}'
 TOO_COMPLEX = "the grammar is too complex"
-LIMIT_MESSAGES = (  # what llguidance says of a limit: what users are told
+LIMIT_MESSAGES = (  # llguidance's message about a limit, and what users are told
     ("Unable to determine if regex is empty", "a pattern takes too long to compile"),
     ("initial lexer configuration", "its patterns take more than 500,000 steps to compile"),
     ("lexer precomputation failed", "its patterns take more than 500,000 steps to compile"),
@@ -49,89 +50,90 @@ NOT_UNIQUE = (
     "uniqueItems is followed for strings, numbers, booleans and null, but not in structural tags, in calls of tools "
     "that are not JSON, or where an answer may be either calls or JSON"
 )
-NUM_CHECKED_BYTES = 96  # of an answer that a check follows
-MARKS = frozenset(b'"{}[]:,')  # which that follows as often as all others, so that it does not stay in strings
+NUM_CHECKED_BYTES = 96  # of an answer that a check generates
+MARKS = frozenset(b'"{}[]:,')  # the check often chooses one of these, or it would stay inside strings
 Marks = tuple[str, str]
 NUM_IDS = 1 << 18  # more than models have
-# Between JSON's tokens a blank, or a new line and its indentation: a small model that may write more does until
-# max_tokens. And oneOf, which pydantic makes of tagged unions, would be refused.
+# Between JSON's tokens a blank, or a line break with indentation: if more were allowed, a small model would write
+# blanks until max_tokens. coerce_one_of: oneOf, which pydantic writes for tagged unions, would be refused without it.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"\x20?|\x0A[\x20\x09]{0,32}", "coerce_one_of": True}
-ESCAPES_BY_NAME = r"nrbtf\""  # so that a text is written in one way
-COMPACT_OPTIONS: Any = {"whitespace_flexible": False, "coerce_one_of": True}  # no blanks at all
+ESCAPES_BY_NAME = r"nrbtf\""  # so that each text has only one spelling
+COMPACT_OPTIONS: Any = {"whitespace_flexible": False, "coerce_one_of": True}  # no blanks
 
 
 def json_schema(schema: Mapping[str, Any] | str, whitespace_pattern: str | None = None) -> str:
-    """The grammar of JSON texts that a schema, or its text, allows. `$ref` reaches what the schema itself defines.
+    """Return the grammar of JSON texts that follow a schema, or its text. `$ref` finds definitions in the schema
+    itself.
 
-    whitespace_pattern: what may stand between JSON's tokens, once at a place; None: that of JSON_OPTIONS.
+    whitespace_pattern: what may stand between JSON's tokens, once in each place; None: the one of JSON_OPTIONS.
     """
     value = parsed_schema(schema) if isinstance(schema, str) else schema
     if value is None:
         return f"json_schema:{schema}"
     written = dict(followable(value, marks_unique=True))
     options = {} if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
-    text = json.dumps(written, separators=(",", ":"), ensure_ascii=False)  # a long one fits
+    text = json.dumps(written, separators=(",", ":"), ensure_ascii=False)  # without blanks, so that long ones fit
     if f'"{UNIQUE}"' in text:
         options["json_allowed_escapes"] = ESCAPES_BY_NAME
     return f"json_schema:{json.dumps({**written, 'x-guidance': options}) if options else text}"
 
 
 def compact_json(schema: Mapping[str, Any]) -> str:
-    """The grammar of JSON texts that a schema allows, without blanks."""
+    """Return the grammar of JSON texts without blanks that follow a schema."""
     rule = json_rule(followable(schema, marks_unique=True), COMPACT_OPTIONS)
     return with_places(lark(f"start: json\njson: {rule}"), {"": "json"})
 
 
 def json_object() -> str:
-    """The grammar of any JSON object."""
+    """Return the grammar of any JSON object."""
     return json_schema({"type": "object"})
 
 
 def regex(pattern: str) -> str:
-    """The grammar of texts that match as a whole; without look-around and back-references."""
+    """Return the grammar of texts that match a pattern completely; no look-around or back-references."""
     return f"regex:{pattern}"
 
 
 def choice(texts: Sequence[str]) -> str:
-    """The grammar of these texts and no others."""
-    return lark("start: CHOICE\nCHOICE: " + "|".join(json.dumps(text) for text in texts))  # one token of a lexer
+    """Return the grammar of exactly these texts."""
+    return lark("start: CHOICE\nCHOICE: " + "|".join(json.dumps(text) for text in texts))  # one token of the lexer
 
 
 def lark(text: str) -> str:
-    """A context-free grammar in Lark's syntax, with `start` as its first rule."""
+    """Return a context-free grammar in Lark's syntax, whose first rule is `start`."""
     return f"lark:{text}"
 
 
 def after(before: str, grammar: str, marks: Marks = ("", "")) -> str:
-    """The grammar of texts that follow another one after what the Lark rule `before` allows.
+    """Return the grammar of texts in which a part allowed by the Lark rule `before` precedes one of `grammar`.
 
-    marks: what begins this, if the text does not begin with the grammar's, and what ends it. Empty: it has begun.
+    marks: what begins that part, if the text does not begin with `grammar`'s, and what ends it. Empty: it has begun.
     """
     return f"after:{json.dumps([before, grammar, marks])}"
 
 
 def with_places(grammar: str, places: Mapping[str, str]) -> str:
-    """The Lark grammar, with what comes before JSON whose items are compared, and the rules that are this JSON."""
+    """Return a Lark grammar with the texts that precede JSON whose items are compared, and the rules of this JSON."""
     return f"places:{json.dumps(places)}\n{grammar}" if f'"{UNIQUE}"' in grammar else grammar
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is in the syntax of llama.cpp, which vLLM takes, and not in Lark's."""
+    """Whether a grammar is in llama.cpp's syntax, which vLLM accepts, rather than in Lark's."""
     return "::=" in text and not is_lark_syntax(text)
 
 
 def gbnf(text: str) -> str:
-    """A context-free grammar in GBNF, with `root` as its first rule. Raises InvalidRequestError."""
+    """Return a context-free grammar in GBNF, whose first rule is `root`. Raises InvalidRequestError."""
     if len(text) > MAX_GBNF_CHARS:
         raise InvalidRequestError(f"a grammar of more than {MAX_GBNF_CHARS} characters")
     try:
         return lark(gbnf_to_lark(text).removeprefix("%llguidance {}"))
-    except Exception as error:  # noqa: BLE001 - the converter raises what it comes upon, plain Exception, too
+    except Exception as error:  # noqa: BLE001 - the converter raises whatever it encounters, plain Exception, too
         raise InvalidRequestError(f"the grammar is not valid GBNF: {str(error)[:500]}") from None
 
 
 def json_rule(schema: Mapping[str, Any], options: Any = JSON_OPTIONS) -> str:
-    """What stands in a Lark grammar for the JSON texts that a schema allows."""
+    """Return Lark for the JSON texts that follow a schema."""
     written = followable(schema)
     if f'"{UNIQUE}"' in json.dumps(written):
         options = {**options, "json_allowed_escapes": ESCAPES_BY_NAME}
@@ -139,10 +141,10 @@ def json_rule(schema: Mapping[str, Any], options: Any = JSON_OPTIONS) -> str:
 
 
 def check_grammar(grammar: str) -> None:
-    """Compile a grammar, and follow the beginning of an answer over bytes instead of a model's tokens.
+    """Compile a grammar, and follow the beginning of an answer, with bytes instead of a model's tokens.
 
-    Raises InvalidRequestError for a grammar that cannot be used. Most take 4 ms; hostile ones take seconds and more,
-    so that services check in a process with limits (`router/grammar/grammar_checks.py`).
+    Raises InvalidRequestError if it cannot be used. Most checks take 4 ms; hostile grammars take seconds or more, so
+    services check in a process with limits (`router/grammar/grammar_checks.py`).
     """
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"a grammar of more than {MAX_GRAMMAR_CHARS} characters")
@@ -156,7 +158,7 @@ def check_grammar(grammar: str) -> None:
 
 
 def _follow(matcher: LLMatcher) -> str:
-    """Follow one answer for NUM_CHECKED_BYTES, to its end, or to an error, which is returned."""
+    """Follow one random answer for NUM_CHECKED_BYTES or to its end. Return the error, if one occurs."""
     rng = random.Random(0)
     for _ in range(NUM_CHECKED_BYTES):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -170,7 +172,7 @@ def _follow(matcher: LLMatcher) -> str:
 
 
 def grammar_error(message: str) -> str:
-    """Say in a user's words what llguidance says of a grammar that cannot be used (any more)."""
+    """Explain llguidance's error about an unusable grammar in a user's words."""
     if "NoExtension" in message:
         return "the grammar allows no answer, or leads to where nothing may follow: a cycle of references?"
     for pattern, limit in LIMIT_MESSAGES:
@@ -182,7 +184,7 @@ def grammar_error(message: str) -> str:
 
 
 class _ByteVocabulary:
-    """Bytes, an end, and ids without text: grammars may name a model's special tokens by their ids."""
+    """Bytes, an end token, and ids without text, since grammars may use the ids of a model's special tokens."""
 
     bos_token_id = None
     eos_token_id = 256
@@ -201,7 +203,7 @@ def _byte_tokens() -> LLTokenizer:
 
 
 def for_llguidance(grammar: str) -> str:
-    """The grammar as llguidance takes it. Raises InvalidRequestError."""
+    """Return the grammar in llguidance's format. Raises InvalidRequestError."""
     before = ""
     kind, _, text = grammar.partition(":")
     try:
@@ -227,7 +229,7 @@ def for_llguidance(grammar: str) -> str:
 
 
 def _unforced(before: str, name: str, compiled: str) -> str:
-    """Put a grammar that forces nothing first in the list: `name`, after the rule `before` if there is one."""
+    """Put a grammar that forces nothing first in the list: `before`, if given, then `name`."""
     start = f"start: before @{name}\n{before}" if before else f"start: @{name}"
     listed = json.loads(compiled)
     listed["grammars"].insert(0, {"lark_grammar": f"{start}\n{NO_FORCING}"})

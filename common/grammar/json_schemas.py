@@ -1,7 +1,7 @@
-"""JSON schemas before they become grammars: read, closed, rewritten in what grammars follow.
+"""Prepares JSON schemas for grammars: parses, closes and rewrites them into supported keywords.
 
-Only schemas are touched, not what stands in them as data: a property may be called `format`, and a constant may look
-like a schema. Knows nothing of grammars.
+Only schemas are changed, not data inside of them: a property may be called `format`, and a constant may look like a
+schema. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.grammar.schema_rewriting import Rewriting, TooManyNodesError
 
 Schema = dict[str, Any]
 
-MAX_NODES = 100_000  # a schema with more is too much for a grammar, and is left alone
+MAX_NODES = 100_000  # a larger schema is too much for a grammar, and is left unchanged
 
 _OF_SCHEMAS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 _OF_SCHEMA = frozenset({
@@ -26,7 +26,7 @@ _BRANCHES = ("allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas"
 
 
 def parsed_schema(text: str) -> Schema | None:
-    """The schema that a text is; None for other texts."""
+    """Parse a text as a schema; None if it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -35,21 +35,21 @@ def parsed_schema(text: str) -> Schema | None:
 
 
 def followable(schema: Mapping[str, Any], marks_unique: bool = False) -> Mapping[str, Any]:
-    """The schema in keywords that grammars follow, as far as that goes: `common.grammar.schema_rewriting`.
+    """Return the schema in keywords that grammars support, as far as possible, see `common.grammar.schema_rewriting`.
 
-    marks_unique: of a whole answer, whose items `common.grammar.unique_items` compares.
+    marks_unique: for a whole answer, whose items `common.grammar.unique_items` compares.
     """
     try:
         return Rewriting(lambda reference: resolved(schema, reference), marks_unique).document(schema)
-    except (TooManyNodesError, RecursionError):  # which is refused in the words of what it has
+    except (TooManyNodesError, RecursionError):  # unchanged, it is refused with a message about its own keywords
         return schema
 
 
 def closed(schema: Mapping[str, Any]) -> Schema:
-    """The schema with `additionalProperties: false` in objects that list properties and say nothing of others.
+    """Return the schema with `additionalProperties: false` in objects that list properties and do not set it.
 
-    An object whose properties are listed in several places (`allOf`, properties and `anyOf` or `$ref`) stays open:
-    each place would forbid what the others list. So does one that requires what it does not list.
+    An object whose properties are listed in several places (`allOf`, properties and `anyOf` or `$ref`) stays open, as
+    each place would forbid what the others list. An object that requires an unlisted property stays open, too.
     """
     copy, nodes = _copied(schema)
     is_open: set[int] = set()
@@ -64,7 +64,7 @@ def closed(schema: Mapping[str, Any]) -> Schema:
         if "$ref" in node:
             target = resolved(copy, node["$ref"])
             if target is None:
-                return copy  # what must stay open is not known
+                return copy  # what must stay open is unknown
             reached.append(target)
     for node in nodes:
         if id(node) not in is_open and _lists_all(node):
@@ -73,7 +73,7 @@ def closed(schema: Mapping[str, Any]) -> Schema:
 
 
 def without_unique(schema: Mapping[str, Any]) -> Schema:
-    """The schema without `uniqueItems`."""
+    """Return the schema without `uniqueItems`."""
     copy, nodes = _copied(schema)
     for node in nodes:
         node.pop("uniqueItems", None)
@@ -81,7 +81,7 @@ def without_unique(schema: Mapping[str, Any]) -> Schema:
 
 
 def _num_places(node: Schema) -> int:
-    """How many parts of a schema may list properties of the same object."""
+    """Count the parts of a schema that may list properties of the same object."""
     lists = "properties" in node or "patternProperties" in node
     conditions = sum(2 for key in ("if", "dependentSchemas") if key in node)
     all_of = node.get("allOf")
@@ -102,10 +102,10 @@ def _lists_all(node: Schema) -> bool:
 
 
 def _copied(schema: Mapping[str, Any]) -> tuple[Schema, list[Schema]]:
-    """A deep copy, and the schemas in it; none of them when there are too many."""
+    """Return a deep copy and the schemas in it; no schemas if there are too many."""
     copy: Schema = json.loads(json.dumps(schema))
     nodes = [copy]
-    for node in nodes:  # it grows
+    for node in nodes:  # grows during the loop
         nodes += _children(node)
         if len(nodes) > MAX_NODES:
             return copy, []
@@ -119,7 +119,7 @@ def _children(node: Schema) -> Iterator[Schema]:
 
 
 def _schemas_in(value: Any, is_by_name: bool) -> list[Schema]:
-    """The schemas of a keyword: one, or several in a list or by name."""
+    """Return the schemas of a keyword: one, or several in a list or by name."""
     if isinstance(value, dict):
         found = list(value.values()) if is_by_name else [value]
     else:
@@ -128,7 +128,7 @@ def _schemas_in(value: Any, is_by_name: bool) -> list[Schema]:
 
 
 def resolved(root: Mapping[str, Any], reference: Any) -> Schema | None:
-    """What a reference within the schema points to."""
+    """Return the target of a reference within the schema; None if it is not found."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found: Any = root

@@ -1,7 +1,7 @@
-"""What contradicts a JSON schema, as a schema: for `not`, `if` and `oneOf`, which llguidance does not follow.
+"""Negates JSON schemas, for `not`, `if` and `oneOf`, which llguidance does not support.
 
-Every value of a negation breaks the schema, but not every value that breaks it is one: where a keyword's opposite
-cannot be written (`pattern`, `additionalProperties`), the others must be broken. So answers stay valid.
+Every value of the negation violates the schema, but it need not contain all that do: where the opposite of a keyword
+cannot be written (`pattern`, `additionalProperties`), another keyword must be violated. So answers stay valid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 Schema = Any  # an object, or true or false
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_DEPTH = 12  # of references and nested schemas
-# Keyword: the type whose values it bounds, and the keyword and step of the opposite bound.
+# Keyword: type of the bounded values, keyword of the opposite bound, and step to its value.
 _OPPOSITE_BOUNDS = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -31,12 +31,13 @@ class Negation:
     """Negates the schemas of one document."""
 
     def __init__(self, resolve: Callable[[Any], Schema | None], spend: Callable[[int], None]) -> None:
-        """resolve: what a `$ref` points to, None where that is not known. spend: told of schemas and values."""
+        """resolve: returns the target of a `$ref`, None if unknown. spend: is told how many schemas and values are
+        used."""
         self._resolve = resolve
         self._spend = spend
 
     def of(self, schema: Schema, depth: int = 0) -> Schema:
-        """A schema whose values all break this one; false where none can be written."""
+        """Return a schema whose values all violate this one; False if none can be written."""
         self._spend(1)
         if isinstance(schema, bool):
             return not schema
@@ -45,7 +46,7 @@ class Negation:
         return any_of(list(self._broken(schema, depth + 1)))
 
     def _broken(self, schema: Mapping[str, Any], depth: int) -> Iterator[Schema]:
-        """One schema for each keyword that can be broken."""
+        """Yield one schema for each keyword that can be violated."""
         for key, value in schema.items():
             match key, value:
                 case "type", str() | list():
@@ -84,7 +85,7 @@ class Negation:
 
 
 def any_of(options: list[Schema]) -> Schema:
-    """The schema of what one of these allows, in few words."""
+    """Return a simplified schema of values that at least one option allows."""
     if any(option is True or option == {} for option in options):
         return True
     options = [option for option in options if option is not False]
@@ -92,7 +93,7 @@ def any_of(options: list[Schema]) -> Schema:
 
 
 def all_of(parts: list[Schema]) -> Schema:
-    """The schema of what all of these allow, in few words."""
+    """Return a simplified schema of values that all parts allow."""
     if any(part is False for part in parts):
         return False
     parts = [part for part in parts if part is not True and part != {}]
@@ -100,7 +101,7 @@ def all_of(parts: list[Schema]) -> Schema:
 
 
 def other_than(values: list[Any]) -> Schema:
-    """A schema of values that equal none of these. Arrays and objects are left out if one of them is listed."""
+    """Return a schema of values that equal none of these. All arrays are excluded if one is listed; objects, too."""
     options: list[Schema] = [{"type": "array"}, {"type": "object"}]
     options = [option for option in options if not any(_type_of(value) == option["type"] for value in values)]
     if None not in values:
@@ -120,7 +121,7 @@ def other_than(values: list[Any]) -> Schema:
 
 
 def other_texts(texts: list[str]) -> str:
-    """A regular expression of all texts but these, without look-around: they leave the tree of these somewhere."""
+    """Return a regular expression of all texts but these, without look-around: each way to leave their tree."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -153,7 +154,7 @@ def _type_of(value: Any) -> str:
 
 def _other_types(value: str | list[str]) -> Schema:
     named = {value} if isinstance(value, str) else set(value)
-    left = [each for each in TYPES if each not in named and each != "integer"]  # an integer is a number
+    left = [each for each in TYPES if each not in named and each != "integer"]  # integers are numbers
     if "integer" in named and "number" in left:
         left.remove("number")
     return {"type": left} if left else False

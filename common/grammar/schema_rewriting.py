@@ -1,7 +1,7 @@
-"""Rewrite JSON schemas in the keywords that llguidance follows. What a rewritten schema allows, the original allows.
+"""Rewrites JSON schemas into keywords that llguidance supports. All that a result allows, the original allows, too.
 
-The opposite need not hold: `contains` must be fulfilled by one of the first items, many dependencies at once. What
-cannot be rewritten stays, and is refused by name. References keep their targets. Knows nothing of grammars.
+The reverse need not hold: `contains` must be met by one of the first items, many dependencies at once. What cannot be
+rewritten stays, and is refused by name. References keep their targets. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 from common.grammar.negation import Negation, Schema, all_of, any_of
 from common.grammar.unique_items import UNIQUE, has_scalars, listed_values
 
-# Of strings, as llguidance follows them. A schema's other formats are annotations, as the standard has it.
+# String formats that llguidance supports. Other formats are annotations, as the standard allows.
 FORMATS = frozenset({
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 })  # fmt: skip
-# Of strings, as regular expressions: pydantic's UUIDs by their version, and RFC 6901.
+# String formats as regular expressions: pydantic's UUIDs by version, and RFC 6901.
 _UUID = "^[0-9a-fA-F]{{8}}-[0-9a-fA-F]{{4}}-{}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}-[0-9a-fA-F]{{12}}$"
 PATTERNS = {
     **{f"uuid{version}": _UUID.format(version) for version in range(1, 9)},
     "json-pointer": "^(?:/(?:[^/~]|~[01])*)*$",
-    **dict.fromkeys(("time", "date-time"), "^(?:[^:]*:){2}[0-5]"),  # few readers take a leap second
-    "duration": "^PT?(?:[0-9]{1,5}[A-Z]T?)+$",  # nor endless numbers
+    **dict.fromkeys(("time", "date-time"), "^(?:[^:]*:){2}[0-5]"),  # no leap seconds, which few readers accept
+    "duration": "^PT?(?:[0-9]{1,5}[A-Z]T?)+$",  # no numbers of unlimited length
 }
-# Keywords that say nothing of what is valid; the last two are llguidance's options and Python's.
+# Keywords without effect on validity; x-guidance is an option of llguidance.
 ANNOTATIONS = frozenset({
     "$comment", "contentEncoding", "contentMediaType", "default", "deprecated", "description", "examples",
     "markdownDescription", "readOnly", "title", "writeOnly", "x-guidance",
 })  # fmt: skip
-MAX_CASES = 64  # that one keyword becomes
-MAX_DEPENDENCIES = 6  # that become two cases each
-MAX_NODES = 100_000  # schemas within one, as rewritten; one with more is left as it is
-MAX_UNIQUE = 4  # values of items whose orders are listed: 65 arrays
-MAX_LISTED = 6  # values of items of which all choices in one order are listed: 64 arrays
-NUM_CONTAINS = 3  # first items of an array, of which one fulfils `contains`
+MAX_CASES = 64  # most cases that one keyword becomes
+MAX_DEPENDENCIES = 6  # most dependencies that become two cases each
+MAX_NODES = 100_000  # schemas in one rewritten schema; one with more is left unchanged
+MAX_UNIQUE = 4  # values of items of which all orders are listed: 65 arrays
+MAX_LISTED = 6  # values of items of which all subsets in one order are listed: 64 arrays
+NUM_CONTAINS = 3  # first items of an array, one of which must meet `contains`
 _BY_NAME = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 _INNER = frozenset({
     "additionalItems", "additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems",
@@ -48,22 +48,22 @@ _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 
 
 class TooManyNodesError(ValueError):
-    """A schema with more than MAX_NODES schemas in it, or made of it."""
+    """A schema that contains, or would become, more than MAX_NODES schemas."""
 
 
 class Rewriting:
     """Rewrites one document."""
 
     def __init__(self, resolve: Callable[[Any], Schema | None], marks_unique: bool = False) -> None:
-        """resolve: what a `$ref` points to in the document, None where that is not known."""
+        """resolve: returns the target of a `$ref` in the document, None if unknown."""
         self._marks_unique = marks_unique
         self._resolve = resolve
         self._negation = Negation(resolve, self._spend)
         self._num_nodes = 0
-        self._has_prefix_items = True  # as the draft calls them
+        self._has_prefix_items = True  # the name of this keyword in the schema's draft
 
     def document(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """The schema, rewritten. Raises TooManyNodesError."""
+        """Return the rewritten schema. Raises TooManyNodesError."""
         draft = str(schema.get("$schema", "2020-12"))
         self._has_prefix_items = "draft-0" not in draft and "2019-09" not in draft
         rewritten = self._schema(schema)
@@ -74,12 +74,12 @@ class Rewriting:
         if not isinstance(schema, Mapping):
             return schema
         self._spend(1)
-        left: dict[str, Any] = {}  # as it stands
+        left: dict[str, Any] = {}  # keywords to keep
         for key, value in schema.items():
             if key in ANNOTATIONS or (key == "format" and isinstance(value, str) and value not in FORMATS):
                 continue
             left[key] = value
-        added: list[Schema] = []  # to what it says
+        added: list[Schema] = []  # schemas that must also hold
         if isinstance(known := schema.get("format"), str) and known in PATTERNS:
             added.append({"pattern": PATTERNS[known]})
         for rewrite in _REWRITES:
@@ -92,7 +92,7 @@ class Rewriting:
         return written
 
     def _spend(self, count: int) -> None:
-        """Bound the schemas that are written and compared: options of options multiply. 0.3 s at most."""
+        """Limit the schemas that are written and compared, since nested options multiply: 0.3 s at most."""
         self._num_nodes += count
         if self._num_nodes > MAX_NODES:
             raise TooManyNodesError
@@ -104,7 +104,7 @@ class Rewriting:
             return value
         return [self._schema(each) for each in value] if isinstance(value, list) else self._schema(value)
 
-    # Each takes what it rewrites out of the keywords that are left, and returns what is to hold instead.
+    # Each removes the keywords that it rewrites from `left`, and yields schemas that replace them.
 
     def _unevaluated(self, left: dict[str, Any]) -> Iterator[Schema]:
         for key, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
@@ -142,7 +142,7 @@ class Rewriting:
             yield any_of(exclusive)
 
     def _are_apart(self, one: Schema, other: Schema) -> bool:
-        """Whether no value can be of both, by the types, the values, or a property that both require."""
+        """Whether no value matches both, judged by types, by values, or by a property that both require."""
         self._spend(1)
         one, other = self._target(one), self._target(other)
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):
@@ -211,7 +211,8 @@ class Rewriting:
                 yield {"properties": dict.fromkeys(wrong, False)}
 
     def _counted(self, left: dict[str, Any]) -> Iterator[Schema]:
-        """`minProperties` and `maxProperties`, which llguidance counts only where all listed ones are required."""
+        """Rewrite `minProperties` and `maxProperties`, which llguidance only counts if all listed properties are
+        required."""
         listed, required = left.get("properties", {}), left.get("required", [])
         if not isinstance(listed, Mapping) or not isinstance(required, list):
             return
@@ -282,7 +283,7 @@ _REWRITES: Sequence[Callable[[Rewriting, dict[str, Any]], Iterator[Schema]]] = (
 
 
 def _choices(names: Sequence[str], count: int) -> list[tuple[str, ...]]:
-    """Which of these names, all ways if there are few, neighbours otherwise."""
+    """Return choices of `count` names: all of them if there are few, otherwise runs of adjacent names."""
     ways = list(itertools.islice(itertools.combinations(names, count), MAX_CASES + 1))
     if len(ways) <= MAX_CASES:
         return ways
@@ -315,7 +316,7 @@ def _property(schema: Mapping[str, Any], name: str) -> Schema:
 
 
 def _pattern_of_names(names: Schema) -> str | None:
-    """A regular expression of the names that a schema of strings allows; empty: all; None: not to be said in one."""
+    """Return a regular expression of the names that a schema of strings allows; empty: all; None: not expressible."""
     if not isinstance(names, Mapping):
         return None
     said = set(names) - ANNOTATIONS - {"type"}

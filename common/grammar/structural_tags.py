@@ -1,7 +1,7 @@
-"""Structural tags as vLLM and XGrammar take them, as a Lark grammar: text in which marks open structured parts.
+"""Converts structural tags of vLLM and XGrammar to a Lark grammar: text in which marks open structured parts.
 
-Two shapes: `{"structures": [{begin, schema, end}], "triggers": [...]}`, and `{"format": {"type": ...}}` with formats
-within formats. https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html describes both.
+There are two forms: `{"structures": [{begin, schema, end}], "triggers": [...]}`, and `{"format": {"type": ...}}` with
+nested formats. https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html describes both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOKEN_FORMATS = "token", "exclude_token", "any_tokens", "token_triggered_tags",
 
 
 def structural_tag(wanted: Mapping[str, Any]) -> str:
-    """The grammar of a structural tag. Raises InvalidRequestError, which names the place."""
+    """Return the grammar of a structural tag. Raises InvalidRequestError, which names the invalid place."""
     if "structures" in wanted:
         structures = _list(wanted, "structures", "")
         tags = [
@@ -42,7 +42,7 @@ def structural_tag(wanted: Mapping[str, Any]) -> str:
 
 
 class _Rules:
-    """Lark's rules, one for each format that needs one."""
+    """Builds Lark rules, one for each format that needs one."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -50,9 +50,10 @@ class _Rules:
         self._num_grammar_chars = 0
 
     def of(self, wanted: Any, where: str, ends: Sequence[str] | None) -> str:
-        """What stands for a format, with its end. ends: one of them follows; none: the answer ends; None: more comes.
+        """Return Lark for a format with its end. ends: texts, one of which follows; none: the answer ends; None: more
+        comes.
 
-        Text is read up to where it ends, so that free text stands before an end alone.
+        Free text is read up to its end, so only a known end may follow it.
         """
         self._num_formats += 1
         if self._num_formats > MAX_FORMATS:
@@ -79,7 +80,7 @@ class _Rules:
         return " ".join([self._bounded(wanted, where), *([_one_of(ends)] if ends else [])])
 
     def _bounded(self, wanted: Mapping[str, Any], where: str) -> str:
-        """A format that says where it ends."""
+        """Return Lark for a format that determines its own end."""
         match wanted.get("type"):
             case "const_string":
                 return json.dumps(_text(wanted, "value", where))
@@ -126,7 +127,7 @@ class _Rules:
         return f"({xml_parameters(_object(schema, place), style, place, self._rule)})"
 
     def _grammar(self, text: str, where: str) -> str:
-        """A grammar of its own, whose rules may have any names."""
+        """Return the rule of a nested grammar, whose rules may have any names."""
         self._num_grammar_chars += len(text)
         if self._num_grammar_chars > MAX_GBNF_CHARS:
             raise InvalidRequestError(f"{where}: grammars of more than {MAX_GBNF_CHARS} characters")
@@ -147,18 +148,18 @@ class _Rules:
         return self._text(self._rule("TEXT", free), ends)
 
     def _text(self, free: str, ends: Sequence[str]) -> str:
-        """Free text up to its end, which is the first that comes."""
+        """Return the rule of free text up to the first of its ends."""
         return self._rule("text", f"{free} {_one_of(ends)}", "[lazy]") if ends else free
 
     def _tag(self, wanted: Any, where: str) -> tuple[str, str]:
-        """The begin of a tag, and its content with the end."""
+        """Return the begin of a tag, and its content with the end."""
         wanted = _object(wanted, where)
         if wanted.get("type", "tag") != "tag":
             raise InvalidRequestError(f"{where}: must be a tag")
         end = wanted.get("end")
         ends = [_string(each, f"{where}.end") for each in (end if isinstance(end, list) else [end])]
         said = [each for each in ends if each]
-        if len(said) < len(ends):  # it may end with nothing
+        if len(said) < len(ends):  # its end may be empty
             said = []
         content = self.of(wanted.get("content"), f"{where}.content", said or None)
         return json.dumps(_text(wanted, "begin", where)), content
@@ -191,7 +192,7 @@ class _Rules:
         self, contents: Mapping[str, list[str]], excludes: Sequence[str], ends: Sequence[str], is_once: bool,
         is_needed: bool,
     ) -> str:  # fmt: skip
-        """Free text in which each trigger opens one of its contents. Once: the text ends after the first of them."""
+        """Return free text in which each trigger opens one of its contents. is_once: the text ends after one."""
         free = self._rule("TEXT", _without([*contents, *excludes, *ends]))
         options = []
         for trigger, bodies in contents.items():
@@ -221,13 +222,13 @@ def _one_of(ends: Sequence[str]) -> str:
 
 
 def _without(texts: Sequence[str]) -> str:
-    """A terminal of texts that contain none of these."""
+    """Return a terminal of texts that contain none of these."""
     found = "|".join(re.escape(text) for text in texts)
     return f"{ANY} & ~/(?s:.*)({_slashed(found)})(?s:.*)/" if texts else ANY
 
 
 def _slashed(pattern: str) -> str:
-    """A pattern as it stands between slashes."""
+    """Escape a pattern for use between slashes."""
     return re.sub(r"(\\.)|/", lambda found: found.group(1) or r"\/", pattern).replace("\n", r"\n")
 
 

@@ -1,7 +1,7 @@
-"""Follow a JSON text as it is written, and say which continuation repeats an item of an array of unique ones.
+"""Follows JSON while it is written, to find continuations that repeat an item in an array of unique items.
 
-No grammar can say this, as it depends on what has been written. Arrays of texts, numbers, truths and null are
-followed, which `schema_rewriting` marks with UNIQUE. Works on bytes; knows nothing of tokens.
+No grammar can express this, since it depends on earlier items. Covers arrays of strings, numbers, booleans and null,
+which `schema_rewriting` marks with UNIQUE. Works on bytes; knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-UNIQUE = "x-mini-infer-unique"  # in place of uniqueItems, for llguidance
+UNIQUE = "x-mini-infer-unique"  # replaces uniqueItems, which llguidance does not support
 _SCALARS = frozenset({"string", "integer", "number", "boolean", "null"})
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
-_BOUNDS = frozenset({"pattern", "format"})  # of texts: few may be left, as between a minimum and a maximum
+_BOUNDS = frozenset({"pattern", "format"})  # of texts: few may remain, as between a minimum and a maximum
 _QUOTE, _BACKSLASH = b'"\\'
 _BLANKS_AND_MARKS = frozenset(b",:]} \t\r\n")
-Nodes = tuple[Mapping[str, Any], ...]  # schemas that may hold for a value
+Nodes = tuple[Mapping[str, Any], ...]  # schemas that may apply to a value
 Resolve = Callable[[Any], Any]
 
 
@@ -26,29 +26,29 @@ class Array(NamedTuple):
     place: int = 0
     is_unique: bool = False
     seen: frozenset[Any] = frozenset()
-    texts: tuple[bytes, ...] = ()  # of the only values that items may have; none: any
-    is_bounded: bool = False  # an item that equals another may have no continuation
-    longest: int | None = None  # characters of a text, which has none then
+    texts: tuple[bytes, ...] = ()  # the only values that items may have; empty: any
+    is_bounded: bool = False  # the values of items are limited, so that a repeated one may have no other continuation
+    longest: int | None = None  # characters of the longest text, which cannot continue
 
 
 class Object(NamedTuple):
     nodes: Nodes
-    key: str | None = None  # None: a key comes
+    key: str | None = None  # None: a key is expected
 
 
 class State(NamedTuple):
-    """What has been written: what is open, and the beginning of a text or number."""
+    """What has been written: the open arrays and objects, and the beginning of a text or number."""
 
     opened: tuple[Array | Object, ...] = ()
     piece: bytes = b""
     is_text: bool = False
     is_escaped: bool = False
-    place: int = 0  # which JSON of the text it is; negative: none
-    tail: bytes = b""  # of the text that is none
+    place: int = 0  # number of the JSON within the answer; negative: not in JSON
+    tail: bytes = b""  # end of the text outside of JSON
 
     @property
     def array(self) -> Array | None:
-        """The array of unique items that an item is being written in."""
+        """The array of unique items in which an item is being written."""
         top = self.opened[-1] if self.opened else None
         return top if isinstance(top, Array) and top.is_unique else None
 
@@ -62,9 +62,9 @@ class UniqueItems:
         self._children: dict[tuple[tuple[int, ...], str | int], Nodes] = {}
 
     def after(self, state: State, data: bytes) -> tuple[State | None, bytes | None]:
-        """The state when more has been written; None: an item would be there twice, or could not end otherwise.
+        """Return the state after `data`, or None if an item would be repeated, or could only end as a repetition.
 
-        And what comes after the end of the outermost array or object; None: it goes on.
+        Also return what follows the end of the outermost array or object; None: it is still open.
         """
         opened, piece, is_text, is_escaped, place, _ = state
         for at, byte in enumerate(data):
@@ -115,7 +115,7 @@ class UniqueItems:
         return Array(nodes, 0, True, frozenset(), texts, bounded, longest)
 
     def _of(self, top: Array | Object) -> Nodes:
-        """Schemas that may hold for the value that comes in an array or object."""
+        """Return schemas that may apply to the next value in an array or object."""
         at = top.place if isinstance(top, Array) else top.key or ""
         known = (tuple(map(id, top.nodes)), at)
         if known not in self._children:
@@ -128,7 +128,7 @@ class UniqueItems:
 
 
 def listed_values(items: Any, resolve: Resolve, depth: int = 0) -> list[Any] | None:
-    """The values that a schema of few allows, none of them an array or object; None: any."""
+    """Return the values that a schema allows if it lists them and none is an array or object; None otherwise."""
     if not isinstance(items, Mapping) or depth > 8:
         return None
     values: Any = [items["const"]] if "const" in items else items.get("enum")
@@ -142,7 +142,7 @@ def listed_values(items: Any, resolve: Resolve, depth: int = 0) -> list[Any] | N
 
 
 def has_scalars(items: Any, resolve: Resolve, depth: int = 0) -> bool:
-    """Whether a schema allows no array and no object."""
+    """Whether a schema allows neither arrays nor objects."""
     if not isinstance(items, Mapping) or depth > 8:
         return False
     types = items.get("type")
@@ -159,9 +159,9 @@ def has_scalars(items: Any, resolve: Resolve, depth: int = 0) -> bool:
 
 
 def _in_place(schema: Any, resolve: Resolve) -> Iterator[Mapping[str, Any]]:
-    """A schema, and those that hold for the same value."""
+    """Yield a schema and all schemas that apply to the same value."""
     reached, known = [schema], set()
-    for node in reached:  # it grows
+    for node in reached:  # grows during the loop
         if not isinstance(node, Mapping) or id(node) in known:
             continue
         known.add(id(node))
@@ -173,7 +173,7 @@ def _in_place(schema: Any, resolve: Resolve) -> Iterator[Mapping[str, Any]]:
 
 
 def _children(node: Mapping[str, Any], at: str | int) -> Iterator[Any]:
-    """Schemas that may hold for an item or a property."""
+    """Yield schemas that may apply to an item or a property."""
     if isinstance(at, str):
         listed = node.get("properties", {})
         yield listed[at] if at in listed else node.get("additionalProperties")
@@ -188,7 +188,7 @@ def _children(node: Mapping[str, Any], at: str | int) -> Iterator[Any]:
 
 
 def _with_item(opened: tuple[Array | Object, ...], piece: bytes) -> tuple[Array | Object, ...] | None:
-    """What is open when a text, number or word has ended; None: it is there already."""
+    """Return the open values after a text, number or word has ended; None: the item is a repetition."""
     top = opened[-1] if opened else None
     if isinstance(top, Object) and top.key is None:
         return (*opened[:-1], top._replace(key=_name(piece)))
@@ -203,26 +203,26 @@ def _with_item(opened: tuple[Array | Object, ...], piece: bytes) -> tuple[Array 
 def _name(piece: bytes) -> str:
     try:
         return str(json.loads(piece))
-    except ValueError:  # no JSON, which a grammar does not allow
+    except ValueError:  # invalid JSON, which a grammar does not allow
         return ""
 
 
 def _may_go_on(array: Array, piece: bytes, is_text: bool) -> bool:
     if array.texts:
         return any(text.startswith(piece) and _value(text) not in array.seen for text in array.texts)
-    if piece[:1] in (b"t", b"f", b"n"):  # a word has one end
+    if piece[:1] in (b"t", b"f", b"n"):  # a word has only one completion
         return not any(isinstance(seen, bytes) and seen.startswith(piece) for seen in array.seen)
-    if piece in (b"0", b"-0"):  # nor has this, among integers
+    if piece in (b"0", b"-0"):  # among integers, so does zero
         return Decimal(0) not in array.seen
     is_full = is_text and array.longest is not None and len(piece.decode(errors="ignore")) > array.longest
     return not (array.is_bounded or is_full) or _value(piece + b'"' if is_text else piece) not in array.seen
 
 
 def _value(piece: bytes) -> Any:
-    """What a text, number or word is equal by. A text is written in one way, without escapes by number."""
+    """Return the value to compare by. Each text has one spelling, without numeric escapes."""
     if piece[:1] not in b'"tfn':
         try:
             return Decimal(piece.decode())
-        except ArithmeticError:  # a number that has begun
+        except ArithmeticError:  # an incomplete number
             return piece
     return piece

@@ -1,6 +1,7 @@
-"""Where in an answer JSON stands whose items must differ: all of it, after reasoning, or the arguments of calls.
+"""Finds the JSON in an answer whose items must differ: the whole answer, its part after reasoning, or tool arguments.
 
-Works on the bytes of an answer's tokens, a special one as SPECIAL and its text, so that no ordinary text is one.
+Works on the bytes of an answer's tokens. A special token is SPECIAL and its text, so ordinary text cannot look like
+it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from common.grammar.grammar import Marks
 from common.grammar.json_schemas import resolved
 from common.grammar.unique_items import UNIQUE, State, UniqueItems
 
-SPECIAL = b"\xff"  # in no UTF-8
-_TEXT, _REASONING, _START = -1, -2, -3  # places of states that are not in JSON
+SPECIAL = b"\xff"  # does not occur in UTF-8
+_TEXT, _REASONING, _START = -1, -2, -3  # places of states outside of JSON
 
 
 class UniquePlaces:
-    """The JSON of one grammar's answers."""
+    """The JSON in one grammar's answers."""
 
     def __init__(self, places: Mapping[bytes, UniqueItems], marks: tuple[bytes, bytes] | None) -> None:
-        """places: by what comes before them; nothing: the answer is JSON. marks: around reasoning before it."""
+        """places: by the text before the JSON; empty: the answer is JSON. marks: begin and end of reasoning before
+        it."""
         self._items = list(places.values())
         self._openings = _Finder(list(places))
         self._begin, end = marks or (b"", b"")
@@ -33,7 +35,7 @@ class UniquePlaces:
         self.first = self._answer if marks is None else begun
 
     def after(self, state: State, data: bytes) -> State | None:
-        """The state when more has been written; None: an item would be there twice, or could not end otherwise."""
+        """Return the state after `data`; None: an item would be repeated, or could only end as a repetition."""
         while True:
             if state.place >= 0:
                 found, rest = self._items[state.place].after(state, data)
@@ -56,13 +58,14 @@ class UniquePlaces:
             state = self._answer if finder is self._end else State(place=place)
 
     def is_apart(self, state: State) -> bool:
-        """Whether no token begins JSON and writes two items of it: what comes before it has not begun."""
+        """Whether no single token can begin JSON and write two items of it, because the text before JSON has not
+        begun."""
         finder = self._end if state.place == _REASONING else self._openings
         return state.place < 0 and not (state.place == _START or finder.has_begun(state.tail))
 
 
 class _Finder:
-    """Finds the first of some texts."""
+    """Finds the first of several texts."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self._texts = texts
@@ -70,7 +73,7 @@ class _Finder:
         self._longest = max(map(len, texts))
 
     def search(self, text: bytes) -> tuple[int | None, bytes]:
-        """Which text was found, and what comes after it; None, and the end of the text that may begin one."""
+        """Return the index of the text found and what follows it; or None and an end that may begin a text."""
         found = self._pattern.search(text)
         if found is None:
             return None, text[max(len(text) - self._longest + 1, 0) :]
@@ -82,7 +85,7 @@ class _Finder:
 
 @lru_cache(maxsize=16)
 def unique_places(grammar: str, special: tuple[str, ...] = ()) -> UniquePlaces | None:
-    """The arrays of a grammar whose items must differ, which it does not say; None: there are none.
+    """Return the arrays of a grammar whose items must differ, which the grammar cannot express; None: there are none.
 
     special: texts of the model's special tokens.
     """

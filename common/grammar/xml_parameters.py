@@ -1,7 +1,7 @@
-"""Parameters of a function as tags with values, in XGrammar's styles of a `json_schema`: Lark for a schema.
+"""Converts a schema to Lark of a function's parameters as tags, in XGrammar's styles of a `json_schema`.
 
-Texts stand as they are, up to the tag that ends them; all other values are JSON. Listed parameters come in their
-order, and no others do; a schema that lists none allows any.
+Strings are written verbatim up to the tag that ends them; all other values are JSON. Listed parameters come in this
+order and no others are allowed; a schema without listed ones allows any.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from common.grammar.grammar import json_rule
 from common.grammar.json_schemas import resolved
 from common.grammar.schema_rewriting import ANNOTATIONS
 
-# What comes before a parameter's name and after it, and what ends its value.
+# Texts before and after a parameter's name, and at the end of its value.
 STYLES = {
     "qwen_xml": ("<parameter=", ">", "</parameter>"),
     "minimax_xml": ('<parameter name="', '">', "</parameter>"),
     "glm_xml": ("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
 }
-_BLANKS = "/[ \\n\\t]{0,8}/"  # more, and a small model would write them until max_tokens
+_BLANKS = "/[ \\n\\t]{0,8}/"  # with more, a small model would write blanks until max_tokens
 _NAME = "/[a-zA-Z_][a-zA-Z0-9_]*/"
 _OF_TEXTS = ANNOTATIONS | {"type", "enum", "const", "format"}
 
 
 def xml_parameters(schema: Mapping[str, Any], style: str, where: str, rule: Callable[[str, str, str], str]) -> str:
-    """What stands for the parameters. rule: adds one of that name, body and options, and returns its name.
+    """Return Lark for the parameters. rule: adds a rule of that name, body and options, and returns its name.
 
     Raises InvalidRequestError for a schema that a style cannot follow.
     """
@@ -67,7 +67,7 @@ def xml_parameters(schema: Mapping[str, Any], style: str, where: str, rule: Call
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether a text is a value: then all that is written is one."""
+    """Whether a string is a valid value: then every value is read as a string."""
     if not isinstance(schema, Mapping):
         return schema is not False
     types = schema.get("type")

@@ -1,1 +1,1 @@
-"""Which flag was meant by one that there is not."""
+"""Suggests a flag for an unknown one."""

@@ -1,4 +1,4 @@
-"""Which flag was meant by one that there is not. Pure."""
+"""Suggests a flag for an unknown one. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 
 def meant_by(argument: str, known: Collection[str], instead: Mapping[str, str]) -> str:
-    """The end of an error's message on `argument`; empty: nobody knows.
+    """Return the end of the error message about `argument`; empty: no suggestion.
 
-    known: all flags. instead: what to use in place of flags of other programs.
+    known: all flags. instead: what to use in place of other programs' flags.
     """
     if not argument.startswith("-"):
         return "; a model is named with --model" if "--model" in known else ""

@@ -1,1 +1,1 @@
-"""`--log-format json`: the log as one JSON object per line, for programs that read it."""
+"""`--log-format json`: one JSON object per line of the log, for programs that read it."""

@@ -1,4 +1,4 @@
-"""Log records as JSON, of this process and of others whose output it passes on."""
+"""Log records as JSON, of this process and of processes whose output it passes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.errors import traceback_text
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON object on one line; an exception is a field, see `traceback_text`."""
+    """Formats a record as one JSON object on one line, with an exception as a field, see `traceback_text`."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -34,18 +34,18 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_json(program: str) -> None:
-    """Let this process, which logs as `program`, write JSON, also when an exception ends it."""
+    """Make this process log JSON as `program`, also for an exception that ends it."""
     logging.getLogger().handlers[0].setFormatter(JsonFormatter(program))
     sys.excepthook = _log_uncaught
 
 
 def logs_json() -> bool:
-    """Whether this process does."""
+    """Whether this process logs JSON."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
 def json_line(service: str, text: str) -> str:
-    """A line that `service` wrote, as JSON: a record gets its name, which its own process may not know."""
+    """Return a line that `service` wrote as JSON. A record gets that name, which it may not know itself."""
     record = _record(text)
     if record is None:
         return JsonFormatter(service).format(
@@ -55,7 +55,7 @@ def json_line(service: str, text: str) -> str:
 
 
 def message_of(line: str) -> str:
-    """The message of a line that was logged as JSON; any other line as it is."""
+    """Return the message of a line that was logged as JSON; other lines are returned unchanged."""
     record = _record(line)
     return line if record is None else str(record["message"])
 

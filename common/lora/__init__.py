@@ -1,1 +1,1 @@
-"""LoRA adapters as PEFT writes them: what their config asks for, and the name by which services know one."""
+"""LoRA adapters in PEFT's format: their configuration, and references to them between services."""

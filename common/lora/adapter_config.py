@@ -1,4 +1,4 @@
-"""adapter_config.json of a PEFT folder: ranks and scales of an adapter, and a refusal of what is not plain LoRA.
+"""adapter_config.json of a PEFT folder: an adapter's ranks and scales. Refuses everything but plain LoRA.
 
 y = W x + scale * B A x      scale = alpha / rank, rank-stabilized: alpha / sqrt(rank)
 """
@@ -17,7 +17,7 @@ from common.errors import ConfigError
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
-# Fields that change what an adapter computes, values of them that do not, and what they mean.
+# Fields that change what an adapter computes, the values with which they do not, and the error for others.
 REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_dora", (None, False), "DoRA adapters are not supported: merge this one into its model's weights"),
     ("bias", (None, "none"), "adapters with trained biases are not supported"),
@@ -30,13 +30,13 @@ REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("alora_invocation_tokens", (None, []), "activated LoRA is not supported"),
     ("use_qalora", (None, False), "QA-LoRA adapters are not supported"),
 )
-# Values of init_lora_weights after which the adapter belongs to other base weights than the model's files have.
+# Values of init_lora_weights that make the adapter belong to other base weights than those in the model's files.
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """rank, alpha: of modules that no pattern names; a pattern is the end of a module's name."""
+    """rank, alpha: of modules without a pattern. A pattern matches the end of a module's name."""
 
     rank: int
     alpha: float
@@ -58,7 +58,7 @@ class AdapterConfig:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read an adapter's config. Raises ConfigError for one that is not there, damaged, or no plain LoRA."""
+    """Read an adapter's config. Raises ConfigError if it is missing, damaged, or not plain LoRA."""
     raw = _read_json(folder / CONFIG_NAME)
     kind = raw.get("peft_type")
     if kind != "LORA":
@@ -107,5 +107,5 @@ def _pattern(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _by_pattern(values: Mapping[str, Any], module: str, default: Any) -> Any:
-    """As PEFT looks a module up: the first pattern that its name ends with, behind a dot or from its start."""
+    """Look up a module as PEFT does: the first pattern that is its name, or the name's end after a dot."""
     return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module)), default)

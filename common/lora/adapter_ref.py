@@ -1,7 +1,7 @@
-"""The name of an adapter between services: a digest of its files and where they are.
+"""References to adapters between services: a digest of the files and their folder.
 
-A router makes it, and a request carries it as its `adapter`: through the journal, `Submit` and the engine's `Request`
-into the block keys. A worker needs nothing else to load the adapter, and files that have changed since are found out.
+The router creates a reference, and a request carries it as its `adapter`: through the journal, `Submit` and the
+engine's `Request` into the block keys. A worker needs nothing else to load the adapter, and notices changed files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIGEST_CHARS = 32
 
 
 class AdapterRef(NamedTuple):
-    """digest: of the files that the folder had when the reference was made."""
+    """digest: of the folder's files when the reference was created."""
 
     digest: str
     folder: Path
@@ -29,7 +29,7 @@ class AdapterRef(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> AdapterRef:
-        """Refer to the adapter that lies in a folder now. Raises ConfigError when a file is missing."""
+        """Create a reference to the adapter in a folder. Raises ConfigError if a file is missing."""
         digest = hashlib.sha256()
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             try:
@@ -40,13 +40,13 @@ class AdapterRef(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> AdapterRef:
-        """Read what `str` wrote. Raises ConfigError."""
+        """Parse the result of `str`. Raises ConfigError."""
         digest, colon, folder = text.partition(":")
         if not colon or len(digest) != DIGEST_CHARS or not folder.startswith("/"):
             raise ConfigError(f"{text[:200]!r} does not refer to an adapter")
         return cls(digest, Path(folder))
 
     def check(self) -> None:
-        """Raise ConfigError when the folder has other files than it had."""
+        """Raise ConfigError if the folder's files have changed."""
         if AdapterRef.of(self.folder).digest != self.digest:
             raise ConfigError(f"the adapter in {self.folder} has changed since it was loaded: load it again")

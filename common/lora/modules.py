@@ -1,4 +1,4 @@
-"""--lora-modules: adapters that are served from the start, in vLLM's words."""
+"""--lora-modules: adapters served from the start, in vLLM's syntax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXPECTED = 'expected NAME=FOLDER or {"name": ..., "path": ...}, separated by spa
 
 
 class LoraModule(NamedTuple):
-    """name: that clients use. folder: absolute. base: the served model that it changes; empty: the first one."""
+    """name: used by clients. folder: absolute. base: the served model that it adapts; empty: the first one."""
 
     name: str
     folder: Path
@@ -20,12 +20,12 @@ class LoraModule(NamedTuple):
 
 
 def folder_of(path: str) -> Path:
-    """The folder as references of adapters name it: two ways to write it must not make two adapters."""
+    """Return a folder in one spelling, since two spellings must not make two adapters."""
     return Path(path).expanduser().resolve()
 
 
 def parse_lora_modules(text: str) -> list[LoraModule]:
-    """Read the setting. Raises ConfigError."""
+    """Parse the setting. Raises ConfigError."""
     found: list[LoraModule] = []
     rest = text.strip()
     while rest:
@@ -44,7 +44,7 @@ def parse_lora_modules(text: str) -> list[LoraModule]:
 
 
 def _from_json(text: str) -> tuple[LoraModule, str]:
-    """The module that the text begins with, and the rest."""
+    """Return the module at the beginning of the text, and the rest."""
     try:
         fields, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):

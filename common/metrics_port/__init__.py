@@ -1,1 +1,1 @@
-"""The port for Prometheus and for health checks by HTTP."""
+"""The port for Prometheus and for HTTP health checks."""

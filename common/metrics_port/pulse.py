@@ -1,4 +1,4 @@
-"""Readiness of a gRPC server, for the threads of the metrics port."""
+"""Readiness of a gRPC server, for the metrics port's threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SILENT_SECONDS = 3.0
 
 
 class Pulse:
-    """What a health check would be told now: the server serves, and its event loop, the running one, turns."""
+    """What a health check would answer now: whether the server serves and the running event loop makes progress."""
 
     def __init__(self, server: RpcServer) -> None:
         self._server, self._loop = server, asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""A port for Prometheus and for health checks by HTTP, in a process that has no HTTP server of its own.
+"""A port for Prometheus and HTTP health checks, in a process without its own HTTP server.
 
-`/readyz` says what a gRPC health check says, and costs the one who asks far less. Every scraper gets the same text,
-whatever it says it accepts: in OpenMetrics, prometheus_client writes `vllm:` as `vllm_`, and dashboards would find
-other names than in the documentation.
+`/readyz` answers as a gRPC health check would, at far less cost for the caller. All scrapers get the same text,
+whatever they accept: in OpenMetrics, prometheus_client writes `vllm:` as `vllm_`, so dashboards would find other
+names than in the documentation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.metrics import CONTENT_TYPE
 from common.net.hosts import socket_family
 
-IDLE_SECONDS = 10.0  # a connection that asks for nothing is closed
+IDLE_SECONDS = 10.0  # after which a connection without a request is closed
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not worth a line each."""
+        """Log nothing: scrapes are not worth a line each."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -64,16 +64,16 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host.strip("[]"), port), _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # not when a client left before its answer
+        if not isinstance(sys.exception(), ConnectionError):  # a client that left before its answer
             logger.exception("a scrape failed")
 
 
 def serve_scrapes(
     render: Callable[[], bytes], host: str, port: int, is_ready: Callable[[], bool] | None = None
 ) -> Callable[[], None]:
-    """Answer GET /metrics on threads, with what `render` returns there; after a TimeoutError of its with 503.
+    """Answer GET /metrics on threads with the result of `render`, or with 503 if it raises TimeoutError.
 
-    With `is_ready` also /readyz. Returns what ends it. Raises ConfigError when the port is taken.
+    With `is_ready` also answer /readyz. Returns a function that closes the port. Raises ConfigError if it is taken.
     """
     try:
         server = _Server(host, port, render, is_ready)

@@ -1,1 +1,1 @@
-"""Latency objectives: what they leave of a step for prompts, in an engine and in a router's predictions."""
+"""Latency objectives: how much time of a step they leave for prompts, for engines and for a router's predictions."""

@@ -1,1 +1,1 @@
-"""Reasoning that models write before their answers: its formats, and what tells it from the answer."""
+"""Reasoning that models write before their answers: its formats, and how it is separated from the answer."""

@@ -1,6 +1,6 @@
 """How models write their reasoning: recognized from the chat template.
 
-`reasoning_parser` splits a text by these. Knows nothing of tokens, requests or the API's JSON.
+`reasoning_parser` splits a text by these formats. Knows nothing of tokens, requests or the API's JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Budget = tuple[int, frozenset[int]]  # tokens that reasoning may have, and tokens that it never has
+Budget = tuple[int, frozenset[int]]  # most tokens of reasoning, and token ids that never occur in it
 MAX_BLANKS = 4  # between reasoning and an answer that follows a grammar
 
 
@@ -19,7 +19,7 @@ class ReasoningFormat:
 
     begin: str
     end: str
-    is_channels: bool = False  # gpt-oss's harmony: any number of messages, each with the name of its channel
+    is_channels: bool = False  # gpt-oss's harmony format: any number of messages, each with the name of its channel
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 RECIPIENT = "to=functions."  # of a message that is a call
 MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)
 CHANNEL_MARKERS = (MESSAGE, *MESSAGE_ENDS)
-# By vLLM's names of their parsers.
+# By vLLM's parser names.
 FORMATS: Mapping[str, ReasoningFormat] = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
@@ -45,9 +45,9 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 def reasoning_format(template: str, parser: str = "auto") -> ReasoningFormat | None:
-    """Return the format of that name, or the one that a chat template's model writes (auto).
+    """Return the format with that name, or for auto the one that a chat template's model writes.
 
-    None: the model does not reason apart from its answers, or `parser` is none.
+    None: the model does not separate reasoning from answers, or `parser` is none.
     """
     if parser != "auto":
         return FORMATS.get(parser)
@@ -63,12 +63,12 @@ def lark_before_answer(
     budget: Budget | None = None,
     has_header: bool = False,
 ) -> str:
-    """Return the Lark rule `before`: what may come before an answer that follows a grammar.
+    """Return the Lark rule `before`: what may precede an answer that follows a grammar.
 
-    is_open: the prompt has begun the reasoning. special: ids of the markers that are special tokens; with a budget,
-    of all markers. has_header: the answer names its channel.
+    is_open: the prompt has opened the reasoning. special: ids of markers that are special tokens; with a budget, of
+    all markers. has_header: the answer includes the header of its channel.
 
-    llguidance's `max_tokens` would bound a text, too, but takes no token back, as drafts need it.
+    llguidance's `max_tokens` would also limit a text, but cannot take tokens back, which drafts need.
     """
 
     def marker(text: str) -> str:
@@ -89,13 +89,14 @@ def lark_before_answer(
     blanks = f"BLANKS: /[ \\n]{{0,{MAX_BLANKS}}}/"
     if is_open:
         return f"before: reasoning BLANKS\n{reasoning}\n{blanks}"
-    # Lazy: an answer of any text could go on where the marker ends.
+    # Lazy: otherwise an answer of any text could continue the marker.
     begin = f"begin{'' if written.begin in special else '[lazy]'}: {marker(written.begin)}"
     return f"before: (begin reasoning BLANKS)?\n{begin}\n{reasoning}\n{blanks}"
 
 
 def marks(written: ReasoningFormat, is_open: bool, has_header: bool) -> tuple[str, str]:
-    """What begins and ends all that `lark_before_answer` allows; an empty begin: it has begun, or is always there."""
+    """Return what begins and ends the part that `lark_before_answer` allows; empty begin: it has begun, or always
+    does."""
     if written.is_channels:
         return (written.begin.removesuffix(MESSAGE), written.end) if has_header else ("", f"{CHANNEL}final{MESSAGE}")
     return "" if is_open else written.begin, written.end
@@ -104,7 +105,7 @@ def marks(written: ReasoningFormat, is_open: bool, has_header: bool) -> tuple[st
 def lark_after_budget(
     written: ReasoningFormat, is_open: bool, special: Mapping[str, int], budget: Budget
 ) -> tuple[str, str]:
-    """Return `before`, and the Lark of an answer of any tokens after it, none of which begins to reason again.
+    """Return `before`, and Lark of an answer of any tokens after it except those that begin reasoning again.
 
     special: ids of all markers.
     """

@@ -1,6 +1,6 @@
-"""Reasoning and answer, told apart in a text as it arrives. Knows nothing of tokens, requests or the API's JSON.
+"""Separates reasoning and answer in a text as it arrives. Knows nothing of tokens, requests or the API's JSON.
 
-How the text was cut into pieces does not matter: what may become a marker is held back.
+How the text is cut into pieces does not matter: anything that may become a marker is held back.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ class ReasoningParser(Protocol):
     """Splits one text."""
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take more text; return what is new of the reasoning, and of the answer."""
+        """Take more text; return the new parts of the reasoning and of the answer."""
 
     def finish(self) -> tuple[str, str]:
-        """Return what was held back: the text has ended."""
+        """Return what was held back, when the text has ended."""
 
 
 def parser_for(written: ReasoningFormat, prompt_end: str, has_tools: bool = False) -> ReasoningParser:
-    """Return the parser of a text that continues a prompt, which may have begun the reasoning, or ended it.
+    """Return the parser of a text that continues a prompt, which may have opened or closed the reasoning.
 
-    has_tools: calls are read from the answer.
+    has_tools: tool calls are read from the answer.
     """
     if written.is_channels:
         return ChannelParser(has_tools)
     end = prompt_end.rstrip()
-    if end.endswith(written.end):  # thinking is turned off
+    if end.endswith(written.end):  # reasoning is turned off
         return AnswerAlone()
     return MarkedParser(written, is_open=is_opened(written, prompt_end))
 
 
 def is_opened(written: ReasoningFormat, prompt_end: str) -> bool:
-    """Whether the prompt has begun the reasoning. Only blanks may follow the marker: a message may have it, too."""
+    """Whether the prompt has opened the reasoning. Only blanks may follow the marker, as messages may contain it,
+    too."""
     return not written.is_channels and prompt_end.rstrip().endswith(written.begin)
 
 
@@ -50,13 +51,13 @@ class AnswerAlone:
 
 
 class MarkedParser:
-    """Reasoning between two markers at the beginning of the text. Blanks around it are left out."""
+    """Reasoning between two markers at the beginning of the text. Blanks around it are dropped."""
 
     def __init__(self, written: ReasoningFormat, is_open: bool) -> None:
         """is_open: the text begins inside the reasoning."""
         self._written = written
         self._held = ""
-        self._has_reasoned = False  # some reasoning was shown
+        self._has_reasoned = False  # some reasoning has been shown
         self._read = self._reasoning if is_open else self._before
 
     def push(self, text: str) -> tuple[str, str]:
@@ -68,7 +69,7 @@ class MarkedParser:
             return held.rstrip(), ""
         return "", "" if self._read == self._after else held
 
-    # -- parts of the text: read what there is, hold back what is not decided --------------------------------------
+    # -- parts of the text: each reads what it can, and holds back what is undecided -------------------------------
 
     def _before(self, text: str) -> tuple[str, str]:
         begin, rest = self._written.begin, text.lstrip()
@@ -86,7 +87,7 @@ class MarkedParser:
         if end >= 0:
             self._read = self._after
             return text[:end].rstrip(), self._after(text[end + len(self._written.end) :])[1]
-        shown = text[: len(text) - num_begun(text, (self._written.end,))].rstrip()  # blanks may be its last ones
+        shown = text[: len(text) - num_begun(text, (self._written.end,))].rstrip()  # which may precede the end
         self._held = text[len(shown) :]
         self._has_reasoned = self._has_reasoned or bool(shown)
         return shown, ""
@@ -103,15 +104,16 @@ class MarkedParser:
 
 
 class ChannelParser:
-    """Messages of gpt-oss's harmony format: `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant...`.
+    """Messages in gpt-oss's harmony format: `<|channel|>NAME<|message|>TEXT<|end|><|start|>assistant...`.
 
-    The analysis channel is reasoning; all others are the answer. A text that begins without a marker is one.
+    The analysis channel is reasoning; all others are the answer. A text that begins without a marker is an answer,
+    too.
     """
 
     def __init__(self, has_tools: bool = False) -> None:
-        """has_tools: of a message to a function, the answer has its header, too, from the recipient on."""
+        """has_tools: a message to a function keeps its header, from the recipient on, in the answer."""
         self._has_tools = has_tools
-        # Behind `<|start|>assistant`, with which the prompt ends, a recipient may stand.
+        # After `<|start|>assistant`, which ends the prompt, there may be a recipient.
         self._begins = (CHANNEL, START, MESSAGE, *((f" {RECIPIENT}",) if has_tools else ()))
         self._held = ""
         self._is_header = True
@@ -132,7 +134,7 @@ class ChannelParser:
         return (held, "") if self._is_reasoning else ("", held)
 
     def _read_header(self, text: str, answer: list[str]) -> str:
-        """Read up to the message; return the rest. Without markers at the beginning there is no header."""
+        """Read up to the message; return the rest. A text that begins without markers has no header."""
         if not self._has_begun:
             if not text.startswith(self._begins):
                 if num_begun(text, self._begins) == len(text):
@@ -163,5 +165,5 @@ class ChannelParser:
         place, marker = min(found)
         shown.append(text[:place])
         self._is_header, self._is_reasoning = True, False
-        # What begins the next message is part of its header.
+        # The marker that begins the next message is part of its header.
         return text[place:] if marker in (CHANNEL, START) else text[place + len(marker) :]

@@ -1,1 +1,1 @@
-"""Tool calls in text: how models write them, and how they are read while they arrive."""
+"""Tool calls in text: how models write them, and how they are parsed while they arrive."""

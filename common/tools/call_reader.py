@@ -1,7 +1,7 @@
-"""The JSON object of one tool call, read as it arrives: its name once that is complete, its arguments in pieces.
+"""Reads the JSON object of one tool call as it arrives: first its complete name, then its arguments in pieces.
 
-Each character is read once, and how the text was cut does not matter. Knows nothing of markers but the character that
-may begin one.
+Each character is read once, and how the text is cut into pieces does not matter. The reader knows nothing of markers
+except the first character of one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from common.tools.json_string import StringDecoder, decoded
 NO_ARGUMENTS = "{}"
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
-_STRING_PART = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # up to the closing quote, or a lone backslash
+_STRING_PART = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # ends at the closing quote or at a lone backslash
 
 
 class _Role(Enum):
-    """What a string or another value of the object is."""
+    """What a string or another value of the object stands for."""
 
     KEY = auto()
     NAME = auto()
@@ -31,16 +31,16 @@ _ROLE_OF_KEY = {"name": _Role.NAME, "arguments": _Role.ARGUMENTS, "parameters": 
 
 
 class CallReader:
-    """Reads one object. Before the name is complete, what is no JSON makes it no call.
+    """Reads one object. Invalid JSON before the name is complete means that the object is not a call.
 
-    From then on it is a call, and what is no JSON is skipped. It ends where its braces close, or before a character
-    that begins a marker and stands outside of strings. Arguments are the characters of the value; those of a string
-    are what it says. The first name and the first arguments count.
+    Once the name is complete it is a call, and invalid JSON is skipped. The call ends at its closing brace, or before
+    a character outside of strings that begins a marker. Arguments are the characters of their value, or the decoded
+    text if the value is a string. Only the first name and the first arguments count.
     """
 
     def __init__(self, names: Collection[str], stop: str = "", lead: str = "") -> None:
-        """names: of the functions that may be called. stop: the character that begins a marker; lead: characters
-        that may come before the object, besides blanks."""
+        """names: of the functions that may be called. stop: the first character of a marker. lead: characters besides
+        blanks that may come before the object."""
         self.name = ""
         self.has_ended = False  # with a name: a complete call; without: no call
         self._names = names
@@ -49,37 +49,37 @@ class CallReader:
         self._outside = re.compile(rf'["{{}}\[\]{stop}]')
         self._state: Callable[[str, int], int] = self._before
         self._depth = 1
-        self._is_in_string = False  # of a nested value
+        self._is_in_string = False  # in a string inside of a nested value
         self._is_escaped = False
         self._role = _Role.KEY
-        self._string: list[str] = []  # of a key or a name
-        self._decoder = StringDecoder()  # of arguments that are a string
+        self._string: list[str] = []  # parts of a key or a name
+        self._decoder = StringDecoder()  # for arguments that are a string
         self._has_arguments = False
         self._arguments: list[str] = []
 
     def read(self, text: str, start: int) -> int:
-        """Read on; return where it stopped: at the text's end, or at the object's end."""
+        """Read more text; return where reading stopped: at the end of the text or of the object."""
         position = start
         while position < len(text) and not self.has_ended:
             position = self._state(text, position)
         return position
 
     def _begin_value(self) -> None:
-        """Go on with the arguments: the name has been read elsewhere."""
+        """Continue with the arguments, since the name has been read elsewhere."""
         self._role = _Role.ARGUMENTS
         self._state = self._value
 
     def take_arguments(self) -> str:
-        """Return the arguments that have come since the last time."""
+        """Return the arguments that have arrived since the last call."""
         arguments = "".join(self._arguments)
         self._arguments.clear()
         return arguments
 
-    # -- states: read from a position, return the next ---------------------------------------------------------
+    # -- states: each reads from a position and returns the next one -------------------------------------------
 
     def _before(self, text: str, start: int) -> int:
         matched = self._lead.match(text, start)
-        assert matched is not None  # it may be empty
+        assert matched is not None  # the match may be empty
         position = matched.end()
         if position < len(text):
             if text[position] != "{":
@@ -132,7 +132,7 @@ class CallReader:
         return self._unexpected(text, position)
 
     def _unexpected(self, text: str, position: int) -> int:
-        """No JSON, unless the text has to go on first."""
+        """Handle invalid JSON, unless the text is only incomplete."""
         if position == len(text):
             return position
         if not self.name or text[position] == self._stop:
@@ -212,12 +212,12 @@ class CallReader:
     # -- parts of states ---------------------------------------------------------------------------------------
 
     def _string_end(self, text: str, position: int) -> int:
-        """The position of the closing quote, or the text's length. What is escaped does not close."""
+        """Return the position of the closing quote, or the text's length. An escaped quote does not count."""
         if self._is_escaped:
             self._is_escaped = False
             position += 1
         matched = _STRING_PART.match(text, position)
-        assert matched is not None  # it may be empty
+        assert matched is not None  # the match may be empty
         if text[matched.end() : matched.end() + 1] == "\\":
             self._is_escaped = True
             return len(text)
@@ -247,5 +247,5 @@ class CallReader:
 
 def after_blanks(text: str, start: int) -> int:
     matched = _BLANKS.match(text, start)
-    assert matched is not None  # it may be empty
+    assert matched is not None  # the match may be empty
     return matched.end()

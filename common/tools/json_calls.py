@@ -1,4 +1,4 @@
-"""Calls that are JSON objects with a name and arguments, between markers or without."""
+"""Calls that are JSON objects with a name and arguments, with or without markers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from common.tools.tool_parser import Schema, alternatives, markers_in
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """`opening`, then calls: `begin`, a JSON object, `end`; between two calls `between`; at the end `closing`."""
+    """`opening`, then calls of the form `begin`, JSON object, `end`, with `between` between them; last `closing`."""
 
-    begin: str  # empty: an answer that begins with the object is a call
+    begin: str  # empty: an answer that begins with an object is a call
     end: str
     space: str = ""  # between the object and the markers
     arguments: str = "arguments"  # the key of the arguments
-    between: str = ""  # calls of a forced answer; empty: it is one call
+    between: str = ""  # between the calls of a forced answer; empty: it is a single call
     opening: str = ""
     closing: str = ""
     lead: str = ""  # characters that may come before the first object
-    separator: str = ""  # characters that may come before another one, where no marker does
+    separator: str = ""  # characters that may precede another object, where no marker does
     variants: tuple[tuple[str, str], ...] = ()
-    silent: tuple[str, ...] = ()  # the token that may come before an object without a marker
+    silent: tuple[str, ...] = ()  # token that may precede an object without a marker
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class JsonCalls:
         return object_or_text(schemas, several, tags)
 
 
-# And Qwen2.5 and Qwen3. Qwen2.5-Coder, and models with a generic prompt, leave the markers out or write others.
+# Also Qwen2.5 and Qwen3. Qwen2.5-Coder and models with a generic prompt omit the markers or write others.
 _HERMES_VARIANTS = (("```json", "```"), ("<tools>", "</tools>"), ("", ""))
 HERMES = JsonCalls("<tool_call>", "</tool_call>", space="\n", between="\n", variants=_HERMES_VARIANTS)
 LLAMA3_JSON = JsonCalls("", "", arguments="parameters", separator=";", silent=("<|python_tag|>",))

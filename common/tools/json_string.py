@@ -1,4 +1,4 @@
-"""The inside of a JSON string, decoded as it arrives. What is no JSON stays as it is."""
+"""Decodes the inside of a JSON string as it arrives. Invalid JSON is left unchanged."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import re
 
 _HEX = "[0-9a-fA-F]"
-_HIGH = f"u[dD][89abAB]{_HEX}{{2}}"  # half of a character
+_HIGH = f"u[dD][89abAB]{_HEX}{{2}}"  # first half of a surrogate pair
 _ESCAPE = re.compile(
-    rf"(\\(?:{_HIGH}(?:\\(?:u{_HEX}{{0,3}})?)?|u{_HEX}{{0,3}})?\Z)"  # the rest is still to come
+    rf"(\\(?:{_HIGH}(?:\\(?:u{_HEX}{{0,3}})?)?|u{_HEX}{{0,3}})?\Z)"  # incomplete: the rest is still to come
     rf"|\\(?:{_HIGH}\\u[dD][c-fC-F]{_HEX}{{2}}|u{_HEX}{{4}}|[^u])",
     re.DOTALL,
 )
@@ -17,7 +17,7 @@ _DECODER = json.JSONDecoder(strict=False)
 
 
 class StringDecoder:
-    """Decodes one string's inside, part by part. An escape that is not complete waits for the next part."""
+    """Decodes the inside of one string part by part. An incomplete escape waits for the next part."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -35,7 +35,7 @@ class StringDecoder:
 
 
 def decoded(inside: str) -> str:
-    """Decode a whole string's inside. Halves of characters are replaced."""
+    """Decode the inside of a whole string. Lone surrogates are replaced."""
     if "\\" not in inside:
         return inside
     try:

@@ -1,7 +1,8 @@
-"""Calls with keywords and literals: `[get_weather(city="Oslo"), get_time()]` of Llama-4 and Gemma-3, FunctionGemma's
-`call:get_weather{city:<escape>Oslo<escape>}`.
+"""Calls with keywords and literals: `[get_weather(city="Oslo"), get_time()]` of Llama-4 and Gemma-3, and
+FunctionGemma's `call:get_weather{city:<escape>Oslo<escape>}`.
 
-Sources: the chat templates of these models and of vLLM's examples, and Google's page on FunctionGemma's format.
+Sources: the chat templates of these models and of vLLM's examples, and Google's description of FunctionGemma's
+format.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from common.tools.tagged_reader import is_text
 from common.tools.tool_parser import CallReader, Schema, alternatives, markers_in
 
 MAX_RULE_CHARS = 200
-TOOL_CODE = ("```tool_code", "```")  # where Gemma writes calls, too, one a line, which it may print
+TOOL_CODE = ("```tool_code", "```")  # Gemma also writes calls in such a block, one per line, possibly within print()
 Quoted = Callable[[str], str]
 _PLAIN = frozenset({
     "type", "properties", "required", "additionalProperties", "title", "description", "items", "enum", "const",
@@ -30,17 +31,17 @@ _PLAIN = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class LiteralCalls:
-    """`before` and a name, `opener`, keywords with values, `closer`; between two calls `between`."""
+    """Calls of the form `before`, name, `opener`, keywords with values, `closer`, with `between` between calls."""
 
-    begin: str  # the marker before each call; empty: the answer begins with `first`
-    end: str  # after a call, or after the last one where nothing begins each
+    begin: str  # marker before each call; empty: the answer begins with `first`
+    end: str  # after each call, or after the last call if `begin` is empty
     first: str  # before the first name
-    next: str  # before another name
+    next: str  # before further names
     opener: str
     closer: str
     assign: str  # between a keyword and its value
     comma: str  # between two arguments
-    quote: str  # around strings; empty: they are those of JSON, or of Python
+    quote: str  # around strings; empty: strings of JSON or Python
 
     @property
     def opening(self) -> str:
@@ -111,15 +112,16 @@ class LiteralCalls:
             f"TEXT: NO_LIST & ~/(?s:.*){TOOL_CODE[0]}(?s:.*)/",
             f"NO_LIST: /(?s:.*)/ & ~/{blanks}{first}{blanks}({names}){blanks}{opener}(?s:.*)/",
         ]
-        # One lexeme up to the arguments: a text, which may begin so, ends where that is complete.
+        # The head up to the arguments is one lexeme, so that a text that may begin the same way ends where it is
+        # complete.
         for index, name in enumerate(schemas):
             rules.append(f"first_{index}: /[ \\n]{{0,4}}{first}{re.escape(name)}{opener}/ inside_{index}")
         return rules
 
     def _arguments(self, rule: str, schema: Schema, root: Schema, rules: list[str], quoted: Quoted) -> str:
-        """Return the Lark of keywords with values, in the schema's order; add rules that it needs.
+        """Return Lark for keywords with values in the schema's order; add the rules that it needs.
 
-        Raises InvalidRequestError for a schema that says more than properties and what is required.
+        Raises InvalidRequestError for a schema with more than properties and required ones.
         """
         if set(schema) - _PLAIN:
             message = "this model's calls cannot be required: their parameters have to be plain properties"
@@ -133,7 +135,7 @@ class LiteralCalls:
         for place, (key, wanted) in enumerate(listed.items()):
             value = self._value(f"{rule}_{place}", wanted, root, rules, quoted)
             items.append((f"{quoted(key + self.assign)} {value}", key in required))
-        # `rest_i`: what may follow an argument; the first one written has no comma before it.
+        # `rest_i`: what may follow an argument. The first argument written has no comma before it.
         following, choices = "", []
         for place in reversed(range(len(items))):
             item, is_required = items[place]
@@ -186,24 +188,24 @@ class LiteralCalls:
         return f"{quoted(self.quote)} {json.dumps(value)} {quoted(self.quote)}"
 
     def _text(self, rule: str, rules: list[str], quoted: Quoted) -> str:
-        if quoted(self.quote).startswith("<["):  # a special token, which no text holds
+        if quoted(self.quote).startswith("<["):  # a special token, which no text contains
             return f"{quoted(self.quote)} /(?s:.*)/ {quoted(self.quote)}"
         rules.append(f"{rule}_text[suffix={json.dumps(self.quote)}]: /(?s:.*)/")
         return f"{quoted(self.quote)} {rule}_text"
 
 
 def _resolved(reference: Any, root: Schema) -> Any:
-    """Return the definition of that name; what refers to another place cannot be written."""
+    """Return the definition with that name; other references cannot be followed."""
     return root.get("$defs", {}).get(str(reference).removeprefix("#/$defs/"), {"$ref": reference})
 
 
 def _types(schema: Schema) -> list[Schema]:
-    """Return a schema for each of its types, where it has several."""
+    """Return one schema for each type, if the schema lists several."""
     types = schema.get("type")
     return [{**schema, "type": each} for each in types] if isinstance(types, list) else []
 
 
-# Llama-4 may write it between <|python_start|> and <|python_end|>: special tokens, which no text shows.
+# Llama-4 may write this between <|python_start|> and <|python_end|>, special tokens that no text shows.
 PYTHONIC = LiteralCalls(
     begin="", end="]", first="[", next=",", opener="(", closer=")", assign="=", comma=", ", quote=""
 )

@@ -1,6 +1,6 @@
-"""One call whose arguments are keywords with literals, read as it arrives and written as JSON.
+"""Reads one call whose arguments are keywords with literals as it arrives, and writes it as JSON.
 
-Strings stream; a number or word is written when it is complete. How the text was cut does not matter.
+Strings are streamed; a number or word is written once complete. How the text is cut into pieces does not matter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.tools.json_string import decoded
 from common.tools.state_reader import StateReader
 from common.tools.tool_parser import Schema
 
-MAX_HEAD_CHARS = 256  # before a name is complete, and of a key
+MAX_HEAD_CHARS = 256  # before a name is complete, and in a key
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 _JSON_CLOSERS = {"]": "]", ")": "]", "}": "}"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -28,24 +28,24 @@ _QUOTED_KEY = re.compile(r"""(["'])(?P<key>(?:\\.|(?!\1)[^\\])*)(?:\1\s*(?P<is>:
 
 @dataclass(frozen=True, slots=True)
 class Literals:
-    """How a format writes a call: `before`, the name, `opener`, arguments, and what closes them."""
+    """How a format writes a call: `before`, the name, `opener`, arguments, and the closing characters."""
 
     before: str
     opener: str
     quote: str  # around a string
-    end: str  # the marker after a call, which ends one that is broken
+    end: str  # the marker after a call; it also ends a broken one
 
 
 class LiteralCallReader(StateReader):
-    """Reads one call. From its name on it is one: what is broken becomes text, or is skipped."""
+    """Reads one call. Once the name is complete it is a call: broken parts become text or are skipped."""
 
     def __init__(self, written: Literals, functions: Mapping[str, Schema]) -> None:
         super().__init__()
         self._written = written
         self._functions = functions
         self._read = self._read_name
-        self._open: list[str] = []  # what closes the call and the values around, the innermost last
-        self._num_items = [0]  # of the call's arguments, and of each of these values
+        self._open: list[str] = []  # closing characters of the call and of the open values, the innermost last
+        self._num_items = [0]  # number of the call's arguments, and of items in each open value
         self._num_unnamed = 0
         self._scalar: list[str] = []
         self._scalar_end = re.compile(rf"[,)\]}}{written.end[0]}]")
@@ -56,7 +56,7 @@ class LiteralCallReader(StateReader):
         self._arguments.clear()
         return arguments
 
-    # -- states: read what is complete; whether to go on -------------------------------------------------------
+    # -- states: each reads what is complete, and returns whether to continue ----------------------------------
 
     def _read_name(self) -> bool:
         text, before = self._text.lstrip(), self._written.before
@@ -66,7 +66,7 @@ class LiteralCallReader(StateReader):
             return False
         rest = text[len(before) :].lstrip()
         found = _NAME.match(rest)
-        assert found is not None  # it may be empty
+        assert found is not None  # the match may be empty
         if found.end() == len(rest):
             return False
         if found[1] not in self._functions or rest[found.end()] != self._written.opener:
@@ -79,7 +79,7 @@ class LiteralCallReader(StateReader):
         return True
 
     def _read_item(self) -> bool:
-        """Read up to the next value or key, or the end of what is open."""
+        """Read up to the next value or key, or to the end of the open value."""
         char = self._next_char()
         if not char:
             return False
@@ -173,9 +173,9 @@ class LiteralCallReader(StateReader):
     # -- parts of states ---------------------------------------------------------------------------------------
 
     def _next_char(self) -> str:
-        """Skip blanks; return the next character, or nothing where the text has to go on first."""
+        """Skip blanks; return the next character, or "" if the text must continue first."""
         found = _BLANKS.match(self._text, self._at)
-        assert found is not None  # it may be empty
+        assert found is not None  # the match may be empty
         self._at = found.end()
         return self._text[self._at : self._at + 1]
 
@@ -187,7 +187,7 @@ class LiteralCallReader(StateReader):
         self._read = self._read_value
 
     def _close(self, char: str) -> bool:
-        """Close what the character closes, and what is still open in it."""
+        """Close the value that the character closes, and all values still open in it."""
         if char not in self._open:
             return self._end()
         while len(self._open) > 1:
@@ -208,7 +208,7 @@ class LiteralCallReader(StateReader):
 
 
 def _json_scalar(text: str) -> str:
-    """Return the JSON of a number or a word; what is neither is a text."""
+    """Return the JSON of a number or word; anything else becomes a string."""
     text = _WORDS.get(text, text)
     is_json = text in _WORDS.values() or _NUMBER.fullmatch(text)
     return text if is_json else json.dumps(text, ensure_ascii=False)

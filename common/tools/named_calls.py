@@ -1,4 +1,4 @@
-"""Calls that are a function's name, a marker, and the arguments as JSON."""
+"""Calls of the form function name, marker, arguments as JSON."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _NAME = re.compile(r"\s*(?:functions\.)?([A-Za-z0-9_-]+)")
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
-    """`opening`, then calls: `begin`, name, `middle`, arguments, `end`; between two calls `between`; `closing`."""
+    """`opening`, then calls of the form `begin`, name, `middle`, arguments, `end`, with `between` between them;
+    `closing`."""
 
     begin: str
     middle: str
     end: str = ""
-    before_name: str = ""  # as a model writes it; an answer may lack it
+    before_name: str = ""  # as the model is trained to write it; an answer may lack it
     after_name: str = ""
     opening: str = ""
     closing: str = ""
     between: str = ""
-    channel: str = ""  # what a forced call has before it, and is its only one; the reader does not see it
+    channel: str = ""  # written before a forced call, which is then the only one; the reader does not see it
     answer_opening: str = ""
     silent: tuple[str, ...] = ()
 
@@ -72,7 +73,7 @@ class NamedCalls:
     def lark_unmarked(
         self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]
     ) -> list[str] | None:
-        """Messages in channels: texts before a call or the last text, which has its recipient in either place."""
+        """Return rules of messages in channels: texts before a call or a final text; a recipient has two places."""
         if not self.channel:
             return None
         if not all(quoted(marker).startswith("<[") for marker in (*self.markers, *self.silent)):
@@ -83,7 +84,7 @@ class NamedCalls:
             f'preamble: {channel} "commentary" {message} TEXT',
             f"final: {quoted(self.answer_opening)} TEXT",
             f'content: (" "? {kind} "json" | " json")? {message}',
-            # Its calls are read from the text.
+            # The calls in it would be read from the text.
             f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(self.begin)}(?s:.*)/",
             alternatives(schemas),
         ]
@@ -129,7 +130,7 @@ class NamedCallReader(CallReader):
 
     def _value(self, text: str, start: int) -> int:
         position = after_blanks(text, start)
-        if not self._stop and text[position : position + 1] == "[":  # the marker of another call
+        if not self._stop and text[position : position + 1] == "[":  # the marker of the next call
             return self._end(position)
         return super()._value(text, position)
 
@@ -137,7 +138,7 @@ class NamedCallReader(CallReader):
         return self._end(start)
 
 
-# `function` stands where later versions of DeepSeek write nothing.
+# `function` is a type, which later versions of DeepSeek omit.
 DEEPSEEK_V3 = NamedCalls(
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json", "```<｜tool▁call▁end｜>",
     opening="<｜tool▁calls▁begin｜>", closing="<｜tool▁calls▁end｜>", between="\n",
@@ -151,7 +152,7 @@ KIMI_K2 = NamedCalls(
     opening="<|tool_calls_section_begin|>", closing="<|tool_calls_section_end|>",
 )  # fmt: skip
 MISTRAL_NAMED = NamedCalls("[TOOL_CALLS]", "[ARGS]")
-# What `ChannelParser` leaves of a message to a function: `<|channel|>commentary to=functions.NAME ...<|message|>`.
+# What `ChannelParser` keeps of a message to a function: `<|channel|>commentary to=functions.NAME ...<|message|>`.
 HARMONY = NamedCalls(
     "to=functions.", "<|message|>", after_name=" <|constrain|>json", channel="<|channel|>commentary ",
     answer_opening="<|channel|>final<|message|>", silent=("<|start|>", "<|end|>"),

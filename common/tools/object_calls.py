@@ -1,6 +1,6 @@
-"""Grammars of texts in which a JSON object without the marker of calls is a call, or names no function.
+"""Grammars of texts in which a JSON object without call markers is a call, or names no function.
 
-What such a call begins with is one lexeme up to the name's end: a text, which may begin so, ends there.
+The beginning of such a call, up to the end of the name, is one lexeme: a text that may begin the same way ends there.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from common.tools.tool_parser import Schema, alternatives
 _ANY, _BLANKS = r"(?s:.*)", r"[ \t\r\n]*"
 _BLANK = r"(\x20|\n[\x20\t]{0,16})?"
 MAX_NAMES = (
-    32  # told apart from a text letter by letter: with 64, and a model's vocabulary, that takes too many steps
+    32  # above it, names are told apart by prefix: 64 whole ones take too many steps with a model's vocabulary
 )
-_ESCAPED_NAME = r"\\u00(2[dD]|3[0-9]|[4-7])"  # JSON of a letter that a function's name may have, which hides it
+_ESCAPED_NAME = r"\\u00(2[dD]|3[0-9]|[4-7])"  # escaped letters of a function's name, which would hide it
 
 
 def object_or_text(schemas: Mapping[str, Schema], several: str, tags: Sequence[str]) -> list[str]:
-    """Return Lark rules of an answer that is such objects, or a text that does not begin with one.
+    """Return Lark rules of an answer that consists of such objects, or of a text that does not begin with one.
 
-    several: Lark of more objects after the first. tags: Lark of what may come before it.
+    several: Lark of further objects after the first. tags: Lark of what may precede it.
     """
     return [
         f"start: {' '.join(tags)} object{several} | TEXT",
@@ -41,8 +41,8 @@ def objects_in_text(
 ) -> list[str]:
     """Return Lark rules of a text with such objects at its beginning or after an opening, and `call` after `begin`.
 
-    The rules `call` and `arguments_0` and so on are another's. From an object on that is no call, up to the text's
-    end, only calls name a function.
+    The caller adds the rules `call`, `arguments_0` and so on. After an object that is not a call, only calls may name
+    a function, up to the end of the text.
     """
     opened, marker = _any_of(openings), _any_of([begin])
     if is_parallel:
@@ -55,7 +55,7 @@ def objects_in_text(
         f"start: {start}",
         "open[lazy]: OPEN",
         f"OPEN: /({_ANY}({opened}))?{_BLANKS}\\{{/ & ~/{_ANY}({marker}){_ANY}/",
-        f"open_inside[suffix=/({opened}){_BLANKS}\\{{/]: TEXT_INSIDE",  # where & would take many more steps
+        f"open_inside[suffix=/({opened}){_BLANKS}\\{{/]: TEXT_INSIDE",  # & would take many more steps here
         *(_before_call(f"before_call{where}", f"TEXT{where.upper()}", begin, quoted) for where in ("", "_inside")),
         f"TEXT: /{_ANY}/ & ~/{_ANY}({marker}){_ANY}/ & ~/({_ANY}({opened}))?{_BLANKS}\\{{{_ANY}/",
         f"TEXT_INSIDE: /{_ANY}/ & ~/{_ANY}({marker}|{_named(schemas)}){_ANY}/",
@@ -64,7 +64,7 @@ def objects_in_text(
 
 
 def _object_rules(schemas: Mapping[str, Schema], brace: str) -> list[str]:
-    """Return Lark rules, `object` among them, of calls from that brace on, or from after it."""
+    """Return Lark rules, with `object`, of calls that begin with `brace`; empty: after the brace."""
     kind = _BLANK.join(('"type"', ":", '"function"', ",", ""))  # which Llama 3.1 may write
     tail = _BLANK.join(("", ",", '"(parameters|arguments)"', ":", ""))
     rules = [alternatives(schemas, "object")]
@@ -75,15 +75,15 @@ def _object_rules(schemas: Mapping[str, Schema], brace: str) -> list[str]:
 
 
 def _named(schemas: Mapping[str, Schema]) -> str:
-    """Return the regular expression of all that may be read as a function's name."""
+    """Return a regular expression of everything that may be read as a function's name."""
     names = "|".join(map(re.escape, schemas))
-    if len(schemas) > MAX_NAMES:  # what begins like one
+    if len(schemas) > MAX_NAMES:  # match the beginnings of names
         names = f"({'|'.join({re.escape(name[:4]): 0 for name in schemas})})[A-Za-z0-9_-]*"
     return rf'"name"{_BLANKS}:{_BLANKS}"({names})"|{_ESCAPED_NAME}'
 
 
 def _before_call(rule: str, text: str, begin: str, quoted: Callable[[str], str]) -> str:
-    """Return the rule of a text with the marker that ends it."""
+    """Return the rule of a text up to and including the marker."""
     marker = quoted(begin)
     return f"{rule}: {text} {marker}" if marker.startswith("<[") else f"{rule}[suffix={marker}]: {text}"
 

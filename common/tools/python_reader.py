@@ -1,7 +1,7 @@
-"""One call as Python writes it, read as it arrives and written as JSON, an argument at a time.
+"""Reads one call in Python syntax as it arrives, and writes it as JSON, one argument at a time.
 
-What begins with an argument that is no literal, such as an f-string, is no call. A later one is a text, its source,
-since what has been sent cannot be taken back. How the text was cut does not matter.
+If the first argument is not a literal, such as an f-string, the text is not a call. A later one becomes a string, its
+source, since earlier arguments have been sent. How the text is cut into pieces does not matter.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": Fal
 
 
 class PythonCallReader(StateReader):
-    """Reads one call: `before`, the name, and arguments up to the parenthesis that closes it."""
+    """Reads one call: `before`, the name, and arguments up to the closing parenthesis."""
 
     def __init__(self, before: str, around: str, functions: Mapping[str, Schema]) -> None:
-        """around: the name of a function that may be called with the call; empty: none."""
+        """around: the name of a function that may wrap the call; empty: none."""
         super().__init__()
         self._before = before
         self._around = around
@@ -38,18 +38,18 @@ class PythonCallReader(StateReader):
         self._functions = functions
         self._called = ""
         self._read = self._read_before if before else self._read_head
-        self._open: list[str] = []  # what closes the values that are open, the innermost last
-        self._quote = ""  # of the string that is open
+        self._open: list[str] = []  # closing characters of the open values, the innermost last
+        self._quote = ""  # of the open string
         self._argument: list[str] = []
         self._num_unnamed = 0
-        self._keys: set[str] = set()  # of arguments that were written
+        self._keys: set[str] = set()  # of arguments already written
         self._arguments = ""
 
     def take_arguments(self) -> str:
         arguments, self._arguments = self._arguments, ""
         return arguments
 
-    # -- states: read what is complete; whether to go on -------------------------------------------------------
+    # -- states: each reads what is complete, and returns whether to continue ----------------------------------
 
     def _read_before(self) -> bool:
         if self._next_char() == self._before:
@@ -60,7 +60,7 @@ class PythonCallReader(StateReader):
 
     def _read_head(self) -> bool:
         found = _HEAD.match(self._text, self._at)
-        assert found is not None  # it may be empty
+        assert found is not None  # the match may be empty
         if found.end() == len(self._text):
             return False
         name = found[1]
@@ -76,7 +76,7 @@ class PythonCallReader(StateReader):
         return True
 
     def _read_arguments(self) -> bool:
-        """Read up to the next string or bracket, or the end of an argument."""
+        """Read up to the next string or bracket, or to the end of an argument."""
         found = _MARK.search(self._text, self._at)
         self._take(len(self._text) if found is None else found.start())
         if found is None:
@@ -101,7 +101,7 @@ class PythonCallReader(StateReader):
     def _begin_string(self, char: str) -> bool:
         begun = self._text[self._at : self._at + 3]
         if begun in (char, char * 2) and self._at + len(begun) == len(self._text):
-            return False  # it may have three quotes
+            return False  # it may be three quotes
         self._quote = char * 3 if begun == char * 3 else char
         self._take(self._at + len(self._quote))
         self._read = self._read_string
@@ -123,7 +123,7 @@ class PythonCallReader(StateReader):
         return True
 
     def _read_end(self) -> bool:
-        """Read what closes the function around, if there is one."""
+        """Read the closing parenthesis of the wrapping function, if there is one."""
         if self._is_around_open:
             char = self._next_char()
             if not char:
@@ -135,7 +135,7 @@ class PythonCallReader(StateReader):
         return self._end()
 
     def _end(self) -> bool:
-        """End the call, or what is none."""
+        """End the call, or the text that is not a call."""
         if self.name:
             self._arguments += "}" if self._keys else "{}"
         self.has_ended = True
@@ -144,9 +144,9 @@ class PythonCallReader(StateReader):
     # -- parts of states ---------------------------------------------------------------------------------------
 
     def _next_char(self) -> str:
-        """Skip blanks; return the next character, or nothing where the text has to go on first."""
+        """Skip blanks; return the next character, or "" if the text must continue first."""
         found = _BLANKS.match(self._text, self._at)
-        assert found is not None  # it may be empty
+        assert found is not None  # the match may be empty
         self._at = found.end()
         return self._text[self._at : self._at + 1]
 
@@ -159,13 +159,13 @@ class PythonCallReader(StateReader):
         self._at = end
 
     def _take_inside(self, end: int) -> None:
-        """Take a part of a string; new lines in one with single quotes are meant so."""
+        """Take a part of a string. Line breaks in a string with single quotes are taken as escaped ones."""
         self._take(end)
         if len(self._quote) == 1:
             self._argument[-1] = self._argument[-1].replace("\n", "\\n").replace("\r", "\\r")
 
     def _end_argument(self) -> bool:
-        """Write the argument; whether what was read so far may be a call."""
+        """Write the argument; return whether the text so far may be a call."""
         text = "".join(self._argument)
         self._argument.clear()
         found = _KEYWORD.match(text)
@@ -194,7 +194,7 @@ class PythonCallReader(StateReader):
 
 
 def _literal(text: str) -> Any:
-    """Return a literal's value; words, or none, are a text. Raises one of several errors for what is none."""
+    """Return the value of a literal; plain words become a string. Raises one of several errors for anything else."""
     if text.startswith("*"):
         raise ValueError(text)
     value: Any
@@ -204,7 +204,7 @@ def _literal(text: str) -> Any:
         if not _MARK.search(text):
             return _WORDS.get(text, text)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python lacks
+            warnings.simplefilter("ignore")  # about escapes that Python lacks
             value = _value(ast.parse(f"({text}\n)", mode="eval").body)
     json.dumps(value, allow_nan=False)
     return value

@@ -1,4 +1,4 @@
-"""A reader of one call that goes from state to state, each of which reads what is complete of the text."""
+"""A reader of one call as a state machine, whose states each read what is complete of the text."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 class StateReader:
-    """Base of readers (`CallReader` of tool_parser.py): keeps the text from where they stopped on."""
+    """Base of readers (`CallReader` of tool_parser.py); keeps the text that has not been read."""
 
     def __init__(self) -> None:
         self.name = ""
         self.has_ended = False  # with a name: a complete call; without: no call
         self._text = ""
-        self._at = 0  # where to read on in it
-        self._read: Callable[[], bool]  # the state: reads what is complete; whether to go on
+        self._at = 0  # where to continue in it
+        self._read: Callable[[], bool]  # the state: reads what is complete, and returns whether to continue
 
     def read(self, text: str, start: int) -> int:
         """See CallReader."""

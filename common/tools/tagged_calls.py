@@ -1,4 +1,4 @@
-"""Calls whose arguments are tags with values, as Qwen3-Coder and GLM write them. Types are those of the schema."""
+"""Calls whose arguments are tags with values, as Qwen3-Coder and GLM write them. The schema gives the types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.tools.tool_parser import Schema, alternatives, markers_in
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls(Tags):
-    """`begin`, then a call."""
+    """`begin`, then a call as `Tags` describes it."""
 
     space: str = "\n"  # between tags
     begin: str = "<tool_call>"
@@ -61,7 +61,7 @@ class TaggedCalls(Tags):
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
         several = ' ("\\n" call)*' if is_parallel else ""
-        # A tag in a value is the end of it where it is read, if the right one follows.
+        # When read, a value ends at this tag if the right tag follows, so values must not contain it.
         no_tag = "~/(?s:.*)" + self.value_end.replace("/", "\\/") + "(?s:.*)/"
         rules = [f"calls: call{several}", f"VALUE: /(?s:.*)/ & {no_tag}", alternatives(schemas)]
         for index, (name, schema) in enumerate(schemas.items()):
@@ -93,7 +93,7 @@ class TaggedCalls(Tags):
             return [f"{rule}: {rule}_json {quoted(end)}", f"{rule}_json: {grammar.json_rule({**value, **shared})}"]
         if texts := value.get("enum") or ([value["const"]] if "const" in value else []):
             return [f"{rule}: ({' | '.join(map(json.dumps, texts))}) {quoted(end)}"]
-        if quoted(self.value_end).startswith("<["):  # a special token, which no text holds
+        if quoted(self.value_end).startswith("<["):  # a special token, which no text contains
             return [f"{rule}: VALUE {quoted(end)}"]
         return [f"{rule}[suffix={json.dumps(end)}]: VALUE"]
 

@@ -1,6 +1,6 @@
-"""One call whose arguments are tags with values, read as it arrives and written as JSON.
+"""Reads one call whose arguments are tags with values as it arrives, and writes it as JSON.
 
-Texts stream; another value is written when it is complete. How the text was cut does not matter.
+Strings are streamed; other values are written once complete. How the text is cut into pieces does not matter.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from common.tools.tool_parser import Schema
 
 MAX_TAG_CHARS = 256
 COMBINED = ("anyOf", "oneOf", "allOf", "$ref")
-_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some models write them
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some models write JSON's words
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """How a call is written: `name` with a function's name, then parameters: `key` with its name, `value`, a value,
-    `value_end`.
+    """How a call is written: `name` around the function's name, then for each parameter `key` around its name,
+    `value`, the value, `value_end`.
     """
 
     name: tuple[str, str]
@@ -30,7 +30,7 @@ class Tags:
     value: str  # between a key and its value
     value_end: str
     call_end: str  # after the last parameter
-    end: str  # a marker after that; empty: none
+    end: str  # a marker after `call_end`; empty: none
     trim: str = ""  # around a value
 
     @property
@@ -39,19 +39,19 @@ class Tags:
 
 
 class TaggedCallReader:
-    """Reads one call, and writes its arguments as JSON: texts as they come, other values when they are complete."""
+    """Reads one call and writes its arguments as JSON: strings as they arrive, other values once complete."""
 
     def __init__(self, written: Tags, functions: Mapping[str, Schema]) -> None:
         self.name = ""
         self.has_ended = False
         self._written = written
         self._functions = functions
-        self._text = ""  # that has not been read
+        self._text = ""  # not read yet
         self._read: Callable[[], bool] = self._read_name
         self._key = ""
-        self._value: list[str] = []  # of a value that is no text
+        self._value: list[str] = []  # parts of a value that is not a string
         self._num_keys = 0
-        self._is_new = False  # a value of which nothing has been read
+        self._is_new = False  # nothing of the value has been read
         self._arguments: list[str] = []
 
     def read(self, text: str, start: int) -> int:
@@ -67,7 +67,7 @@ class TaggedCallReader:
         self._arguments.clear()
         return arguments
 
-    # -- states: read what is complete; whether to go on -------------------------------------------------------
+    # -- states: each reads what is complete, and returns whether to continue ----------------------------------
 
     def _read_name(self) -> bool:
         name = self._tag(*self._written.name)
@@ -88,13 +88,13 @@ class TaggedCallReader:
             return self._end(text[len(call_end) :])
         if call_end.startswith(text) or key_begin.startswith(text):
             return False
-        if not text.startswith(key_begin):  # broken: go on where something is known again
+        if not text.startswith(key_begin):  # broken: continue at the next known tag
             places = [place for tag in (call_end, key_begin) if (place := text.find(tag)) >= 0]
             self._text = text[min(places) :] if places else text[-MAX_TAG_CHARS:]
             return bool(places)
         key = self._tag(*self._written.key)
         if not key:
-            self._text = text[len(key_begin) :] if key == "" else self._text  # what is no key is skipped
+            self._text = text[len(key_begin) :] if key == "" else self._text  # an empty key is skipped
             return key is not None
         self._key, self._is_new = key, True
         self._read = self._read_value_begin
@@ -142,8 +142,8 @@ class TaggedCallReader:
         return is_text(schema, schema.get("properties", {}).get(self._key, {}))
 
     def _value_end(self) -> tuple[int, bool]:
-        """Return where the value's end may be, or -1; whether it is there. A value may have the tag in it, too: it
-        ends where the next parameter, or the call's end, follows."""
+        """Return where the value may end, or -1, and whether it does. Since a value may contain the tag, it ends only
+        where the next parameter or the end of the call follows."""
         end, following = self._written.value_end, self._written.after_value
         place = self._text.find(end)
         while place >= 0:
@@ -156,7 +156,7 @@ class TaggedCallReader:
         return -1, False
 
     def _tag(self, begin: str, end: str) -> str | None:
-        """Take a tag's content off the text; None: it is not complete; empty: it cannot be one, and stays."""
+        """Take a tag's content off the text. None: incomplete; empty: not a tag, and the text is unchanged."""
         begin, end, text = begin.strip(), end.strip(), self._text.lstrip()
         found = re.match(rf"{re.escape(begin)}([^<>]*?)\s*{re.escape(end) or '(?=<)'}", text)
         if found is None or found.end() > MAX_TAG_CHARS:
@@ -194,7 +194,7 @@ class TaggedCallReader:
 
 
 def is_text(schema: Schema, value: Any) -> bool:
-    """Whether a parameter's values are texts: by its schema, or since nothing says what they are."""
+    """Whether a parameter's values are strings: by its schema, or because the schema does not say."""
     if not isinstance(value, Mapping):
         return False
     if "$ref" in value or any(word in value for word in COMBINED):

@@ -1,8 +1,8 @@
-"""How models write tool calls: recognized from the chat template, and forced by a grammar.
+"""How models write tool calls: recognized from the chat template, and enforced by a grammar.
 
-A format is an entry of `FORMATS`: what tells its templates from others, and how its calls are written
-(`json_calls`, `named_calls`, `tagged_calls`, `literal_calls`). `tool_parser` takes calls out of an answer's text.
-Knows nothing of tokens, requests or the API's JSON.
+A format is an entry of `FORMATS`: a pattern that recognizes its templates, and how its calls are written
+(`json_calls`, `named_calls`, `tagged_calls`, `literal_calls`). `tool_parser` extracts the calls from an answer's
+text. Knows nothing of tokens, requests or the API's JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from common.tools.tagged_calls import GLM, QWEN3_CODER
 from common.tools.tool_parser import Schema, ToolFormat
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
-# By vLLM's names of their parsers. Templates show a model how to write calls. The first pattern that is found
-# decides, since several share their markers.
+# By vLLM's parser names. Templates show the model how to write calls. The first pattern found decides, since several
+# formats share markers.
 FORMATS: Mapping[str, tuple[ToolFormat, re.Pattern[str]]] = {
     "qwen3_coder": (QWEN3_CODER, re.compile(r"<tool_call>(?:\s|\\n)*<function=")),
     "glm45": (GLM, re.compile("<arg_key>")),
@@ -45,9 +45,9 @@ FORMATS: Mapping[str, tuple[ToolFormat, re.Pattern[str]]] = {
 
 
 def tool_format(template: str, parser: str = "auto") -> ToolFormat:
-    """Return the format of that name, or the one that a chat template's model is trained on (auto).
+    """Return the format with that name, or for auto the one that a chat template's model is trained on.
 
-    Raises InvalidRequestError when there is none.
+    Raises InvalidRequestError if there is none.
     """
     if not _TAKES_TOOLS.search(template):
         raise InvalidRequestError("this model's chat template takes no tools", "tools")
@@ -66,10 +66,10 @@ def calls_grammar(
     special: Mapping[str, int],
     answer: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the grammar of answers that are one call of one of these functions, or several where is_parallel.
+    """Return the grammar of answers that are one call of these functions, or with is_parallel several.
 
-    schemas: of the functions' arguments, by name. special: ids of the markers that are special tokens.
-    answer: the schema of what may be said instead of calls. Raises InvalidRequestError for what cannot be said.
+    schemas: of the functions' arguments, by name. special: ids of markers that are special tokens. answer: schema of
+    an answer that is allowed instead of calls. Raises InvalidRequestError for what a grammar cannot express.
     """
     before = written.before_arguments(schemas) if answer is None else None
     if before is not None and '"uniqueItems"' in json.dumps(schemas):
@@ -78,7 +78,7 @@ def calls_grammar(
     if answer is None:
         found = grammar.lark("\n".join(["start: calls", *rules]))
         return grammar.with_places(found, {text: f"arguments_{index}" for index, text in enumerate(before or ())})
-    # The answer's rule is one of its own: `%json` stands alone.
+    # The answer has its own rule, since `%json` must stand alone.
     opening = _quoted(written.answer_opening, written, special)
     rules += [f"answer: {opening} json", f"json: {grammar.json_rule(answer)}"]
     return grammar.lark("\n".join(["start: calls | answer", *rules]))
@@ -87,9 +87,9 @@ def calls_grammar(
 def text_and_calls_grammar(
     written: ToolFormat, schemas: Mapping[str, Schema], is_parallel: bool, special: Mapping[str, int]
 ) -> str:
-    """Return the grammar of any text in which all that begins like a call is one of these functions' calls.
+    """Return the grammar of any text in which everything that begins like a call is a call of these functions.
 
-    Takes what `calls_grammar` takes. Raises InvalidRequestError for what cannot be said.
+    Arguments as for `calls_grammar`. Raises InvalidRequestError for what a grammar cannot express.
     """
     unmarked = written.lark_unmarked(schemas, is_parallel, lambda text: _quoted(text, written, special))
     if unmarked is not None:
@@ -97,7 +97,7 @@ def text_and_calls_grammar(
     first = written.begin if written.opening.startswith(written.begin) or not written.opening else written.opening
 
     def quoted(text: str) -> str:
-        """Return Lark for a text; for the marker that begins calls with the text before it."""
+        """Return Lark for a text; for the marker that begins calls, together with the text before it."""
         if not text.startswith(first):
             return _quoted(text, written, special)
         return f"before_call {_quoted(text.removeprefix(first), written, special)}"
@@ -107,7 +107,7 @@ def text_and_calls_grammar(
         start = "start: calls | TEXT"
     else:  # more text may follow each call
         start = "start: call* TEXT"
-    # A marker that ordinary tokens spell would be read as one, too.
+    # A marker spelled with ordinary tokens would be read as one, too.
     none_of = "|".join(re.escape(marker).replace("/", "\\/") for marker in (written.begin, *written.ignored))
     text = f"TEXT: /(?s:.*)/ & ~/(?s:.*)({none_of})(?s:.*)/"
     if first in special:
@@ -118,7 +118,7 @@ def text_and_calls_grammar(
 
 
 def _quoted(text: str, written: ToolFormat, special: Mapping[str, int]) -> str:
-    """Return Lark for a text, in which markers that are special tokens are those tokens."""
+    """Return Lark for a text in which markers that are special tokens are written as these tokens."""
     for marker in (*written.markers, *written.silent):
         if marker in special and marker in text:
             parts = (_quoted(part, written, special) for part in text.split(marker, 1))

@@ -1,4 +1,4 @@
-"""Tool calls, taken out of an answer's text as it arrives. Knows nothing of tokens, requests or the API's JSON."""
+"""Extracts tool calls from an answer's text as it arrives. Knows nothing of tokens, requests or the API's JSON."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from common.text.stop_strings import num_begun
 from common.tools.call_reader import NO_ARGUMENTS
 
 Schema = Mapping[str, Any]
-MAX_UNNAMED_CHARS = 128  # before the name of a call in a variant of its format: `{"name": "` and 64 of a name
+MAX_UNNAMED_CHARS = 128  # before the name of a call in a format's variant: `{"name": "` and a name of 64
 _MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|</?\w+>|\[[A-Z_]+\]")
 
 
 class CallReader(Protocol):
-    """Reads one call, from after the marker that begins it."""
+    """Reads one call, starting after the marker that begins it."""
 
-    name: str  # of the function; empty until it is complete
+    name: str  # of the function; empty until complete
     has_ended: bool  # with a name: a complete call; without: no call
 
     def read(self, text: str, start: int) -> int:
-        """Read on; return where it stopped: at the text's end, or at the call's end.
+        """Read more text; return where reading stopped: at the end of the text or of the call.
 
-        Negative, where there is no call: so much of the texts before has not been read either.
+        Negative if there is no call: this many characters of earlier texts are unread, too.
         """
 
     def take_arguments(self) -> str:
-        """Return the JSON of the arguments that has come since the last time."""
+        """Return the JSON of the arguments that has arrived since the last call."""
 
 
 class ToolFormat(Protocol):
@@ -36,15 +36,15 @@ class ToolFormat(Protocol):
 
     @property
     def begin(self) -> str:
-        """The marker before a call; empty: an answer that begins with a call's first character may be one."""
+        """The marker before a call; empty: an answer that begins with a call's first character may be a call."""
 
     @property
     def opening(self) -> str:
-        """What stands once before all calls; empty: nothing."""
+        """Text written once before all calls; empty: none."""
 
     @property
     def answer_opening(self) -> str:
-        """What stands before an answer that is no call, where a grammar allows both; empty: nothing."""
+        """Text before an answer that is not a call, where a grammar allows both; empty: none."""
 
     @property
     def end(self) -> str:
@@ -52,15 +52,15 @@ class ToolFormat(Protocol):
 
     @property
     def variants(self) -> tuple[tuple[str, str], ...]:
-        """What models write in place of `begin` and `end`, too; an empty `begin`: a call may begin the answer."""
+        """Pairs written instead of `begin` and `end`; with an empty `begin`, a call may begin the answer."""
 
     @property
     def separator(self) -> str:
-        """Characters that may come before another call, where no marker does; empty: a marker does."""
+        """Characters that may precede another call, where no marker does; empty: a marker does."""
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Markers around all calls, which are left out."""
+        """Markers around all calls, which are dropped."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -68,16 +68,16 @@ class ToolFormat(Protocol):
 
     @property
     def silent(self) -> tuple[str, ...]:
-        """Special tokens that a grammar names, and that calls are read without."""
+        """Special tokens that a grammar uses but that the reader of calls does not see."""
 
     def reader(self, functions: Mapping[str, Schema], is_first: bool, begin: str) -> CallReader:
-        """Return what reads a call of one of these functions; is_first: of the text; begin: the marker before it."""
+        """Return a reader of a call of these functions. is_first: of the text. begin: the marker before it."""
 
     def before_arguments(self, names: Iterable[str]) -> Iterable[str] | None:
-        """Return what `lark` has before the JSON of each function's arguments; None: these are no JSON."""
+        """Return the text that `lark` puts before each function's JSON arguments; None: they are not JSON."""
 
     def lark(self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]) -> list[str]:
-        """Return Lark rules, `calls` among them, of calls that follow these schemas. `quoted` writes a text.
+        """Return Lark rules, with `calls`, of calls that follow these schemas. `quoted` writes a text in Lark.
 
         Raises InvalidRequestError for a schema that the format cannot follow.
         """
@@ -85,35 +85,35 @@ class ToolFormat(Protocol):
     def lark_unmarked(
         self, schemas: Mapping[str, Schema], is_parallel: bool, quoted: Callable[[str], str]
     ) -> list[str] | None:
-        """Return Lark rules, `start` among them, of any text whose calls, also those without a marker, follow these.
+        """Return Lark rules, with `start`, of any text whose calls follow the schemas, even calls without a marker.
 
-        None: all calls of a text begin with the marker. Raises InvalidRequestError like `lark`.
+        None: all calls in a text begin with the marker. Raises InvalidRequestError as `lark` does.
         """
 
 
 def markers_in(*texts: str) -> tuple[str, ...]:
-    """Return the parts of texts that models may have special tokens for."""
+    """Return the parts of texts that may be special tokens of a model."""
     return tuple(dict.fromkeys(_MARKER.findall("".join(texts))))
 
 
 def alternatives(schemas: Mapping[str, Schema], rule: str = "call") -> str:
-    """Return the Lark rule of one call of any of the functions: `call_0`, `call_1` and so on."""
+    """Return the Lark rule of a call of any of the functions: `call_0`, `call_1` and so on."""
     return f"{rule}: " + " | ".join(f"{rule}_{index}" for index in range(len(schemas)))
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """A new call, or more of the last one's arguments."""
+    """A new call, or more of the last call's arguments."""
 
-    name: str  # of the new call's function; empty: the last call goes on
+    name: str  # of the new call's function; empty: the last call continues
     arguments: str
 
 
 class ToolCallParser:
-    """Takes calls out of a text that arrives piece by piece. How it was cut does not matter.
+    """Extracts calls from a text that arrives in pieces, however it is cut.
 
-    A call begins with the name of a function that was offered: what comes before a complete name may turn out to be
-    text, and is held back. Markers around a call, and blanks, are left out. Each character is read once.
+    A call begins with the name of an offered function: everything before a complete name may turn out to be text and
+    is held back. Markers around calls and blanks are dropped. Each character is read once.
     """
 
     def __init__(
@@ -124,21 +124,22 @@ class ToolCallParser:
         is_forced: bool = False,
         has_variants: bool = True,
     ) -> None:
-        """functions: that may be called, with the schemas of their arguments. Without is_parallel the text ends with
-        its first call. is_forced: the text is nothing but calls. has_variants: of the format, which are read, too."""
+        """functions: those that may be called, with the schemas of their arguments. Without is_parallel the text ends
+        with its first call. is_forced: the text consists of calls only. has_variants: read the format's variants,
+        too."""
         self._format = written
         self._functions = functions
         variants = written.variants if has_variants else ()
-        self._end_of = {written.begin: written.end, **dict(variants)}  # markers after a call, by those before
+        self._end_of = {written.begin: written.end, **dict(variants)}  # marker after a call, by the one before it
         self._markers = tuple(filter(None, (*self._end_of, *written.ignored)))
-        self._begin = "" if "" in self._end_of else written.begin  # of the present call
+        self._begin = "" if "" in self._end_of else written.begin  # of the current call
         self._end = self._end_of[self._begin]
         self._is_parallel = is_parallel
         self._is_forced = is_forced
-        self._held: list[str] = []  # what may belong to a call, in pieces: blanks, a marker, an object without a name
-        self._begun = ""  # of a marker, after what is held
+        self._held: list[str] = []  # pieces that may belong to a call: blanks, a marker, an object without a name yet
+        self._begun = ""  # beginning of a marker, after what is held
         self._has_calls = False
-        self._has_arguments = False  # the last call
+        self._has_arguments = False  # of the last call
         self._reader = self._new_reader()
         self._read: Callable[[str], str] = self._read_call if "" in self._end_of else self._find_begin
         self._shown: list[str] = []
@@ -146,11 +147,11 @@ class ToolCallParser:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is wanted."""
+        """Whether no more text is wanted."""
         return self._has_calls and not self._is_parallel and self._reader.has_ended
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
-        """Take more text; return the text that is none of calls, and what is new of calls."""
+        """Take more text; return the text outside of calls, and the new parts of calls."""
         while text and not self.has_ended:
             text = self._read(text)
         shown, self._shown = "".join(self._shown), []
@@ -158,7 +159,7 @@ class ToolCallParser:
         return shown, deltas
 
     def finish(self) -> str:
-        """Return what was held back: the text has ended. A call whose object is not complete stays one."""
+        """Return what was held back when the text has ended. A call with an incomplete object remains a call."""
         rest = "".join(self._held) + self._begun
         self._held, self._begun = [], ""
         is_after_call = self._read == self._skip_end
@@ -166,16 +167,16 @@ class ToolCallParser:
         return "" if self._is_forced or is_after_call or is_between else rest
 
     def end_arguments(self) -> list[CallDelta]:
-        """Return the arguments of a last call that came without: the text has ended, and was not cut."""
+        """Return the arguments of a last call that has none, when the text has ended and was not cut off."""
         if not self._has_calls or self._has_arguments:
             return []
         self._has_arguments = True
         return [CallDelta("", NO_ARGUMENTS)]
 
-    # -- parts of the text: read some of it, return the rest -----------------------------------------------------
+    # -- parts of the text: each reads some of it and returns the rest -------------------------------------------
 
     def _find_begin(self, text: str) -> str:
-        """Show what cannot belong to a call."""
+        """Show text that cannot belong to a call."""
         text = self._begun + text
         found = [(place, marker) for marker in self._markers if (place := text.find(marker)) >= 0]
         start, begin = min(found, key=lambda each: (each[0], -len(each[1])), default=(-1, ""))
@@ -221,18 +222,19 @@ class ToolCallParser:
             self._read = self._skip_end
         elif reader.has_ended or self._is_other_json():
             self._read = self._find_begin
-            if not self._is_blank():  # blanks may still come before a call
+            if not self._is_blank():  # blanks may still precede a call
                 self._show_held()
         return text[end:] + rest
 
     def _num_to_read(self, text: str) -> int:
-        """How much of a text the reader gets, so that `_is_other_json` decides at one place however it was cut."""
+        """Return how much text the reader gets, so that `_is_other_json` does not depend on how the text was cut."""
         if not self._is_limited or self._reader.name:
             return len(text)
         return max(MAX_UNNAMED_CHARS + 1 - sum(map(len, self._held)), 1)
 
     def _is_other_json(self) -> bool:
-        """Whether JSON without the format's own marker has no name where calls have it: answers are not held back."""
+        """Whether JSON without the format's own marker has no name where calls have it. Such answers are not held
+        back."""
         return self._is_limited and not self._reader.name and sum(map(len, self._held)) > MAX_UNNAMED_CHARS
 
     @property
@@ -243,7 +245,7 @@ class ToolCallParser:
         return not any(piece.strip() for piece in self._held)
 
     def _skip_end(self, text: str) -> str:
-        """Leave out the marker after a call, and the blanks before it."""
+        """Drop the marker after a call, and the blanks before it."""
         end = self._end
         if not end:
             self._reader, self._read = self._new_reader(), self._read_call
