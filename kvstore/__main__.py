@@ -1,4 +1,4 @@
-"""`python -m kvstore`: the node agent. Settings from flags and MINI_INFER_* variables; serves until SIGTERM."""
+"""`python -m kvstore`: the node agent. Reads flags and MINI_INFER_* variables, and serves until SIGTERM."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Re-split of KV heads and layers: which bytes of which shards a reader needs that is divided otherwise. Pure.
+"""Re-splits KV heads and layers: the bytes of the writer's shards that a reader with another split needs. Pure.
 
 With h heads in a shard, one block of it is layers x planes rows of h pieces, a piece being one head's block_size x
-head_dim elements. So consecutive heads are one range of bytes in every row, and the ranges are evenly spaced: a copy
-in two dimensions, with a pitch on either side, of the rows of consecutive layers.
+head_dim elements. So consecutive heads are one byte range in every row, at a constant distance: a two-dimensional
+copy, with a pitch on both sides, of the rows of consecutive layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore.layout import DTYPE_BYTES, HeadCopy, PoolGeometry, Shard
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """Part of every block of the writer's `rank` that a reader takes; without `copy` the whole block, unchanged."""
+    """The part of each block of the writer's `rank` that a reader takes; without `copy` the unchanged block."""
 
     rank: int
     copy: HeadCopy | None
@@ -44,9 +44,10 @@ def are_of_one_worker(geometries: Sequence[PoolGeometry]) -> bool:
 
 @lru_cache(maxsize=64)
 def split_blocks(mine: PoolGeometry, shards: tuple[Shard, ...]) -> tuple[ShardPart, ...]:
-    """The parts that make up a block of `mine`, when the writer has divided the same layout into `shards`.
+    """Return the parts that form a block of `mine`, if the writer has divided the same layout into `shards`.
 
-    Raises HandshakeError for blocks of several groups and other layers: which lie where, a group says.
+    Raises HandshakeError for blocks of several groups with other layers: a layer's place in them depends on its
+    group.
     """
     parts: list[ShardPart] = []
     stages: dict[tuple[int, int] | None, list[int]] = {}
@@ -64,9 +65,9 @@ def split_blocks(mine: PoolGeometry, shards: tuple[Shard, ...]) -> tuple[ShardPa
 
 
 def _split_heads(mine: PoolGeometry, num_ranks: int) -> list[tuple[int, range]]:
-    """Which of `num_ranks` writers gives which of the heads of `mine`.
+    """Return which of `num_ranks` writers provides which heads of `mine`.
 
-    Of a head that several ranks hold one copy is read; readers' ranks take turns, so that all of them serve.
+    A head that several ranks hold is read from one of them; readers' ranks take turns among them.
     """
     wanted = mine.heads
     found: list[tuple[int, range]] = []
@@ -83,7 +84,7 @@ def _split_heads(mine: PoolGeometry, num_ranks: int) -> list[tuple[int, range]]:
 
 
 def _copy(mine: PoolGeometry, theirs: PoolGeometry, layers: range, heads: range) -> HeadCopy | None:
-    """The copy of some layers' heads; None when those are all on both sides."""
+    """Return the copy of these layers' heads; None if both sides hold exactly these."""
     if theirs.layers == mine.layers and theirs.heads == mine.heads:
         return None
     group = mine.group

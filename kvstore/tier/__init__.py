@@ -1,1 +1,1 @@
-"""The host-memory tier behind a pool, and the node agent that keeps it for all workers of a host."""
+"""The host-memory tier below a pool, and the node agent that owns it for all workers of a host."""

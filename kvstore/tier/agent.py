@@ -1,7 +1,7 @@
-"""The node agent: one per host, holds the host-memory tier that its workers share and that outlives them.
+"""The node agent: one per host. Owns the host-memory tier that the host's workers share and that outlives them.
 
-Workers connect to a Unix socket (protocol: `kvstore/tier/protocol.py`), get the region's memory as a descriptor, and
-copy themselves; the agent only keeps track of slots.
+Workers connect to a Unix socket (protocol: `kvstore/tier/protocol.py`), get the region's memory as a file descriptor,
+and copy blocks themselves; the agent only tracks the slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TierServer:
     """The Unix socket of one agent."""
 
     def __init__(self, regions: Regions, socket_path: Path) -> None:
-        """Raise ConfigError when the path cannot be used."""
+        """Raise ConfigError if the path cannot be used."""
         self._regions = regions
         self._listener = UnixListener(socket_path)
         self._server: asyncio.Server | None = None
@@ -44,7 +44,7 @@ class TierServer:
         self._server = await asyncio.start_unix_server(self._serve_client, sock=self._listener.sock)
 
     async def close(self) -> None:
-        """Stop listening and end all connections; workers go on without the tier."""
+        """Stop listening and end all connections; workers continue without the tier."""
         if self._server is not None:
             self._server.close()
         for task in list(self._clients):
@@ -87,7 +87,8 @@ class TierServer:
 
 
 def _send_with_fd(writer: asyncio.StreamWriter, message: Any, fd: int) -> None:
-    """Streams cannot pass descriptors, so the first reply goes around them; nothing else is under way then."""
+    """Send the first reply and the descriptor past the stream, which cannot pass descriptors; nothing else is sent
+    then."""
     own = os.dup(writer.get_extra_info("socket").fileno())
     with socket.socket(fileno=own) as sock:
         socket.send_fds(sock, [pack(message)], [fd])

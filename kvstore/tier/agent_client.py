@@ -1,10 +1,10 @@
-"""The host tier behind the node agent, as the scheduler sees it: synchronous, one round trip per call.
+"""The node agent's host tier as the scheduler uses it: synchronous, one round trip per call.
 
-When the agent does not answer, the tier is empty and full (nothing is found, nothing fits) and the worker goes on
-without it. Slots of swapped sequences stay readable and ours: this process maps their memory too, and keeps the
-connection open, so that an agent that was only slow does not reassign them. As soon as no slot is pinned, the next
-call that wants memory tries to connect again, a second later and then ever more rarely: the new agent's memory is
-mapped where the old one's was, so that nobody else notices.
+If the agent does not answer, the tier counts as empty and full (nothing is found, nothing fits), and the worker
+continues without it. Slots of swapped sequences stay readable and owned: this process maps their memory too, and
+keeps the connection open, so that an agent that was only slow does not reassign them. Once no slot is pinned, the
+next call that needs memory reconnects, after a second at first and then ever less often. The new agent's memory is
+mapped at the old address, so that other code does not notice.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvstore.types import BlockKey, HostSlot
 
 logger = logging.getLogger(__name__)
 CALL_SECONDS = 2.0  # the step loop waits for it
-RECONNECT_SECONDS = 0.2  # likewise, in vain perhaps
+RECONNECT_SECONDS = 0.2  # the step loop waits for it, too, perhaps in vain
 FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 1.0, 30.0
-START_SECONDS = 30.0  # a worker has loaded its weights by then, and an agent that was killed is started again
+START_SECONDS = 30.0  # enough to load weights, and for an agent that was killed to be restarted
 RETRY_SECONDS = 0.2
 
 
 class AgentHostTier:
-    """`HostTier` in the memory of this host's node agent, for blocks of one content (`content_name`)."""
+    """`HostTier` in the memory of this host's node agent, for blocks with one `content_name`."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class AgentHostTier:
         clock: Callable[[], float] = time.monotonic,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """Raise UnavailableError when no agent answers, ConfigError when it has no memory to give.
+        """Raise UnavailableError if no agent answers, ConfigError if it has no memory left.
 
-        reconnects: not where a device has the memory registered, and would go on with that of the old agent.
-        start_seconds: for how long to wait for an agent's first answer.
+        reconnects: false if a device has the memory registered, since it would continue to use the old agent's.
+        start_seconds: how long to wait for an agent's first answer.
         """
         self._socket_path = socket_path
         self._hello = ["hello", content_name, block_bytes]
@@ -60,7 +60,7 @@ class AgentHostTier:
         try:
             num_bytes = self.num_slots * block_bytes + num_cells(self.num_slots)
             self.buffer = map_fd(fd, num_bytes, writable=True)
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: nothing may stay open
             self._sock.close()
             raise
         finally:
@@ -123,7 +123,7 @@ class AgentHostTier:
         return None
 
     def _reconnect(self) -> bool:
-        """Try to reach an agent again, unless it is too early or a slot of the old one is pinned."""
+        """Try to reconnect to an agent, unless it is too early or a slot of the old one is pinned."""
         if self._pins or self._clock() < self._retry_at:
             return False
         self._delay = min(2 * self._delay, MAX_DELAY_SECONDS)
@@ -133,7 +133,7 @@ class AgentHostTier:
                 if num_slots != self.num_slots:
                     raise ConfigError(f"it has {num_slots} slots now, not {self.num_slots}: restart this worker")
                 map_fd_in_place(fd, self.buffer)
-            except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+            except BaseException:  # Ctrl-C and cancelled tasks, too: nothing may stay open
                 sock.close()
                 raise
             finally:
@@ -148,7 +148,7 @@ class AgentHostTier:
         return True
 
     def _wait(self, seconds: float) -> tuple[socket.socket, int, int]:
-        """What `_open` returns, as soon as an agent answers. Raises UnavailableError when none does."""
+        """Return `_open`'s result once an agent answers. Raises UnavailableError if none does in time."""
         deadline = time.monotonic() + seconds
         is_first = True
         while True:
@@ -166,7 +166,7 @@ class AgentHostTier:
                 time.sleep(RETRY_SECONDS)
 
     def _open(self, seconds: float) -> tuple[socket.socket, int, int]:
-        """A connection, and number of slots and descriptor of the memory. Raises MiniInferError."""
+        """Return a connection, and number of slots and descriptor of the memory. Raises MiniInferError."""
         sock = connect_unix(self._socket_path, seconds)
         try:
             send_frame(sock, self._hello)
@@ -176,7 +176,7 @@ class AgentHostTier:
         except OSError as error:
             sock.close()
             raise TransferError("the node agent closed the connection") from error
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: nothing may stay open
             sock.close()
             raise
         return sock, num_slots, fds[0]

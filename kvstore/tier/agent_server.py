@@ -1,4 +1,4 @@
-"""Life of the node agent's process: bind, serve, end on SIGTERM."""
+"""Runs the node agent's process: bind, serve, end on SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("kvstore")
 
 
 async def serve(config: AgentConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError when a port, the path or the memory is not available."""
+    """Serve until SIGTERM or SIGINT. Raises ConfigError if a port, the path or the memory is not available."""
     if not config.host_tier_gb:
         raise ConfigError("--host-tier-gb 0 leaves a node agent nothing to do: don't start one")
     stopping = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Which blocks of several pools are equal: those of one key and one content."""
+"""Names the content of blocks, so that several pools know which of their blocks are equal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvstore.layout import PoolGeometry
 
 
 def content_name(geometry: PoolGeometry) -> str:
-    """Name of what a pool's blocks hold: blocks of equal name and key are equal, whichever rank wrote them."""
+    """Return a name for the content of a pool's blocks: blocks of equal name and key are equal on any rank."""
     layout, heads, layers = geometry.layout, geometry.heads, geometry.shard.layers
     tokens = f"{geometry.block_size} tokens"
     name = f"{geometry.fingerprint}, {layout}, {tokens}, heads {heads.start} to {heads.stop - 1}"

@@ -1,8 +1,8 @@
-"""The host-memory tier: where evicted and swapped KV blocks go, and come back from.
+"""The host-memory tier: evicted and swapped KV blocks go there and come back.
 
-A slot is free, pinned (somebody copies to or from it, or a swapped sequence lies in it) or cached (findable by key,
-LRU). These are the states of a `BlockPool`, so the allocator is one; only the names follow the use. The engine copies
-bytes, through `buffer`. `LocalHostTier` lives in this process, `agent_client.AgentHostTier` in the node agent.
+A slot is free, pinned (being copied, or part of a swapped sequence) or cached (found by key, LRU). These are the
+states of a `BlockPool`, which therefore does the allocation; only the names differ. The engine copies bytes through
+`buffer`. `LocalHostTier` belongs to this process, `agent_client.AgentHostTier` to the node agent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OnChange = Callable[[Sequence[BlockKey], Sequence[BlockKey]], object]
 class HostTier(Protocol):
     """The tier as the scheduler uses it, synchronously and between steps: slots of `block_bytes` each.
 
-    Everything that returns slots pins them until `unpin`."""
+    Every method that returns slots pins them until `unpin`."""
 
     @property
     def num_slots(self) -> int: ...
@@ -33,15 +33,15 @@ class HostTier(Protocol):
         ...
 
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """The subset of `keys` that is not findable here, in one round trip."""
+        """Return the `keys` that cannot be found here, in one round trip."""
         ...
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[HostSlot]:
-        """Slots of the longest prefix of `keys` that is present, pinned."""
+        """Pin and return the slots of the longest prefix of `keys` that is present."""
         ...
 
     def reserve(self, keys: Sequence[BlockKey | None]) -> list[HostSlot] | None:
-        """Take one pinned slot per key, not yet findable; None (and no change) when there is no room.
+        """Take one pinned slot per key, not findable yet; None (and no change) if there is no room.
 
         None as a key: the slot never becomes findable (a swapped partial block).
         """
@@ -52,7 +52,7 @@ class HostTier(Protocol):
         ...
 
     def unpin(self, slots: Sequence[HostSlot]) -> None:
-        """Give up one pin of each, in sequence order: findable slots stay as cache, others become free."""
+        """Release one pin of each slot, in sequence order: findable slots stay cached, others become free."""
         ...
 
     def close(self) -> None: ...
@@ -61,10 +61,10 @@ class HostTier(Protocol):
 
 
 class HostTierAllocator:
-    """States of `num_slots` slots; pure."""
+    """Pure state of `num_slots` slots."""
 
     def __init__(self, num_slots: int, on_change: OnChange = lambda _stored, _removed: None) -> None:
-        """on_change: told of keys that become findable, and of those that are not any more."""
+        """on_change: gets the keys that have become findable, and the keys that no longer are."""
         self._pool = BlockPool(num_slots)
         self._on_change = on_change
         self._pending: dict[HostSlot, BlockKey] = {}  # reserved and not committed
@@ -116,7 +116,7 @@ class HostTierAllocator:
                 self._pending.pop(slot, None)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError that lists what is wrong."""
+        """Raise AssertionError listing all inconsistencies."""
         self._pool.check_integrity()
         for slot in self._pending:
             if self._pool.refcount(BlockId(slot)) == 0 or self._pool.key_of(BlockId(slot)) is not None:
@@ -124,7 +124,7 @@ class HostTierAllocator:
 
 
 class LocalHostTier(HostTierAllocator):
-    """A host tier of this process alone, over anonymous memory. Raises ConfigError without the memory."""
+    """A host tier of this process, in anonymous memory. Raises ConfigError without the memory."""
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
         num_bytes = num_slots * block_bytes
@@ -137,6 +137,6 @@ class LocalHostTier(HostTierAllocator):
         super().__init__(num_slots)
 
     def close(self) -> None:
-        """Unmap, unless somebody still holds a view; then the memory goes with the last view."""
+        """Unmap the memory, unless views exist; then it is freed with the last view."""
         with contextlib.suppress(BufferError):
             self.buffer.close()

@@ -1,9 +1,9 @@
-"""Which keys a region may have, in memory that its workers read.
+"""A filter of the keys that a region may contain, in memory that its workers read.
 
-A new request's prefix is rarely in the host tier, and asking the agent takes the step loop 0.3 ms.
+A new request's prefix is rarely in the host tier, and asking the agent costs the step loop 0.3 ms.
 
-A cell counts the keys that fall on it. The agent alone writes; a worker that reads an old count asks in vain, or
-computes a prefix anew. A cell that has reached MOST stays there.
+Each cell counts the keys that hash to it. Only the agent writes; a worker that reads an old count asks in vain, or
+computes a prefix again. A cell that reaches MOST stays there.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from kvstore.pool.block_hash import GROUP_MARK
 from kvstore.types import BlockKey
 
-CELLS_PER_SLOT = 16  # a full region answers "maybe" to 6% of other keys
+CELLS_PER_SLOT = 16  # a full region answers "maybe" for 6% of absent keys
 MOST = 255
 
 
 def num_cells(num_slots: int) -> int:
-    """Bytes after the slots of a region: a power of two."""
+    """Return the number of cells, one byte each, after a region's slots: a power of two."""
     return 1 << (CELLS_PER_SLOT * num_slots - 1).bit_length()
 
 
@@ -31,11 +31,11 @@ class KeyFilter:
         self._mask = num_cells(num_slots) - 1
 
     def may_have(self, key: BlockKey) -> bool:
-        """Whether the key may be findable; false is certain. A pool tells of keys of the first KV group alone."""
+        """Whether the key may be findable; false is certain. Only keys of the first KV group are counted."""
         return key.startswith(GROUP_MARK) or self._cells[self._cell_of(key)] > 0
 
     def count(self, stored: Iterable[BlockKey], removed: Iterable[BlockKey]) -> None:
-        """Take what has become findable, and what is not any more."""
+        """Count keys that have become findable, and uncount those that no longer are."""
         cells = self._cells
         for keys, change in ((stored, 1), (removed, -1)):
             for key in keys:
@@ -44,7 +44,7 @@ class KeyFilter:
                     cells[cell] += change
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Release the memory."""
         self._cells.release()
 
     def _cell_of(self, key: BlockKey) -> int:

@@ -1,4 +1,4 @@
-"""The node agent's Prometheus metrics: read from its books when somebody asks, no counters kept beside them."""
+"""The node agent's Prometheus metrics, computed from its state at each scrape; there are no counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRICS = (
 def serve_metrics(
     host: str, port: int, regions: Regions, tier: TierServer, is_ready: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Serve on `port` of `host` (0: not at all); returns what ends it. Raises ConfigError when it is taken."""
+    """Serve on `port` of `host` (0: nothing). Returns a function that stops it. Raises ConfigError if it is taken."""
     if not port:
         return lambda: None
     metrics = MetricSet({"role": "agent"}, wings=METRICS)
@@ -29,7 +29,7 @@ def serve_metrics(
 
 
 def render(metrics: MetricSet, regions: Regions, tier: TierServer) -> bytes:
-    """The text for a scrape: totals over all regions."""
+    """Return the text of a scrape: totals over all regions."""
     allocators = [region.tier for region in regions.all()]
     slots = {
         "free": sum(allocator.num_free for allocator in allocators),

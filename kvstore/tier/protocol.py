@@ -6,10 +6,10 @@
     ["missing", keys]                    -> ["ok", keys]
     ["reserve", keys or nil]             -> ["ok", slots or nil], pinned
     ["commit", slots], ["unpin", slots]  -> ["ok", nil]
-    ["check"]                            -> ["ok", what is wrong, or nil]
-    anything wrong                       -> ["error", message]; the connection ends
+    ["check"]                            -> ["ok", inconsistencies, or nil]
+    any error                            -> ["error", message]; the connection ends
 
-A `TierSession` is one connection: it remembers what the worker pinned, refuses what it did not, and unpins all
+A `TierSession` is one connection: it tracks what the worker has pinned, refuses other slots, and unpins all of them
 when the worker is gone. Committed blocks stay.
 """
 
@@ -30,7 +30,7 @@ MAX_NAME_CHARS = 4096
 
 
 def parse_hello(message: Any) -> tuple[str, int]:
-    """(content_name, block_bytes) of a worker's first request. Raises InvalidRequestError."""
+    """Return (content_name, block_bytes) of a worker's first request. Raises InvalidRequestError."""
     match message:
         case ["hello", str() as content_name, int() as block_bytes] if (
             len(content_name) <= MAX_NAME_CHARS and 0 < block_bytes <= MAX_BLOCK_BYTES
@@ -47,7 +47,7 @@ class TierSession:
         self._pins: Counter[HostSlot] = Counter()
 
     def handle(self, message: Any) -> list[Any]:
-        """The reply to one request. Raises InvalidRequestError, and has then changed nothing."""
+        """Return the reply to one request. Raises InvalidRequestError, without having changed anything."""
         match message:
             case ["lookup", list() as items]:
                 return ["ok", self._pinned(self._tier.lookup(_keys(items)))]
@@ -63,14 +63,14 @@ class TierSession:
                 slots = self._own(items)
                 self._tier.unpin(slots)
                 self._pins.subtract(slots)
-                self._pins = +self._pins  # without zeros
+                self._pins = +self._pins  # drops zeros
                 return ["ok", None]
             case ["check"]:
                 return ["ok", self._check()]
         raise InvalidRequestError("unknown request")
 
     def close(self) -> None:
-        """Give back all pins, in the order in which a sequence would: the last slots are evicted first."""
+        """Release all pins in sequence order, so that the last slots are evicted first."""
         self._tier.unpin(list(self._pins.elements()))
         self._pins.clear()
 

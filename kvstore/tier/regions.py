@@ -1,9 +1,9 @@
 """The agent's host memory: one region per kind of block, within one budget.
 
-Blocks of different models never share a key (keys contain the model's fingerprint), but those of two ranks do, with
-other heads in them. So each (content_name, block_bytes) has a region of its own: a memfd and the states of its slots.
-Ranks with the same heads share one, which is `content_name`'s to say. A region is made when
-its first worker connects, and outlives its workers; the one that was idle longest goes when another needs room.
+Blocks of different models never share a key (keys contain the model's fingerprint), but blocks of two ranks do,
+although they hold different heads. So each (content_name, block_bytes) has its own region: a memfd and its slots'
+states. Ranks with the same heads have the same `content_name` and share a region. A region is created when its first
+worker connects and outlives its workers; the one idle for longest is dropped when another needs room.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Region:
     """Slots and memory for blocks of one kind."""
 
     def __init__(self, name: RegionName, num_slots: int) -> None:
-        """Raise ConfigError when the memory is not available."""
+        """Raise ConfigError if the memory is not available."""
         self.name = name
         self.block_bytes = name[1]
         num_bytes = num_slots * self.block_bytes + num_cells(num_slots)
@@ -50,10 +50,10 @@ class Region:
 
 
 class Regions:
-    """All regions of one agent, at most `budget_bytes` together."""
+    """All regions of one agent, with at most `budget_bytes` in total."""
 
     def __init__(self, budget_bytes: int, region_bytes: int = 0) -> None:
-        """`region_bytes` bounds one region; 0: only the budget does."""
+        """region_bytes: limit of one region; 0: only the budget limits it."""
         self._budget_bytes = budget_bytes
         self._region_bytes = region_bytes or budget_bytes
         self._regions: dict[RegionName, Region] = {}
@@ -68,9 +68,9 @@ class Regions:
 
     @contextlib.contextmanager
     def using(self, content_name: str, block_bytes: int) -> Iterator[Region]:
-        """The region for such blocks, made at need and kept at least until the end.
+        """Yield the region for such blocks, created on first use and kept at least until the end of the context.
 
-        Raises OverloadedError when the budget is taken by regions in use, ConfigError without the memory.
+        Raises OverloadedError if regions in use take the whole budget, ConfigError without the memory.
         """
         region = self._regions.get((content_name, block_bytes)) or self._create((content_name, block_bytes))
         region.num_users += 1

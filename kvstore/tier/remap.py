@@ -1,4 +1,4 @@
-"""Show another memfd where one is mapped: the memory of a node agent that has come back."""
+"""Maps another memfd where one is mapped: the memory of a node agent that has been restarted."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import os
 from common.errors import ConfigError
 from kvstore.transports.shared_memory import check_sealed
 
-MAP_FIXED = 0x10  # of Linux; the module mmap has no name for it
+MAP_FIXED = 0x10  # of Linux; Python's mmap does not define it
 
 
 def map_fd_in_place(fd: int, buffer: mmap.mmap) -> None:
-    """Show a memfd where `buffer` showed another one, writable: views of `buffer` see the new memory.
+    """Map a memfd writable over the one that `buffer` maps, so that views of `buffer` see the new memory.
 
-    Nobody may read or write meanwhile, nor have the memory registered with a device. Raises as `map_fd`.
+    No one may read or write the memory meanwhile, or have it registered with a device. Raises as `map_fd`.
     """
     check_sealed(fd, len(buffer))
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

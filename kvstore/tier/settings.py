@@ -15,7 +15,7 @@ from common.net.hosts import check_cluster_token
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """The node agent: holds the host-memory tier that the workers of this host share."""
+    """The node agent, which owns the host-memory tier that the workers of this host share."""
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(50050, "gRPC port, for health checks; 0: any free one")
@@ -35,7 +35,8 @@ class AgentConfig:
 
     @property
     def socket_path(self) -> Path:
-        """Socket that workers connect to: as set, or the same private path for every process of this user."""
+        """The socket that workers connect to: as set, or a private path that is the same for all processes of this
+        user."""
         if self.socket:
             return Path(self.socket)
         base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()

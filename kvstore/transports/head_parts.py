@@ -1,7 +1,7 @@
-"""Pulls from shards whose heads or layers are divided otherwise than the reader's.
+"""Pulls from shards with another split of heads or layers than the reader's.
 
-Whole blocks of a source are read into a scratch area, and what is wanted is copied from there: a digest is of a whole
-block.
+Whole blocks of a source are read into scratch memory and the wanted parts copied from there, since a digest covers a
+whole block.
 """
 
 from __future__ import annotations
@@ -57,6 +57,6 @@ class HeadPart(SourcePart):
             self._ranges(target[row], copy.target_offset, copy.target_pitch)[:] = from_
 
     def _ranges(self, block: Blocks, offset: int, pitch: int) -> Blocks:
-        """The bytes that are copied from or to a block, (height, width), as a view."""
+        """Return a view of the bytes of a block to copy, (height, width)."""
         first, column = divmod(offset, pitch)
         return block.reshape(-1, pitch)[first : first + self.copy.height, column : column + self.copy.width]

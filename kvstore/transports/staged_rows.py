@@ -1,4 +1,4 @@
-"""Rows of a peer's host memory to which it copies a lease's blocks from GPU memory, when a reader asks for that."""
+"""Rows of a peer's host memory, to which it copies a lease's blocks from GPU memory on request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from protos import kvstore_pb2
 def staged_rows(
     shard: PeerShard, positions: Sequence[int], num_rows: int, leases: LeaseClient, deadline_seconds: float
 ) -> list[BlockId]:
-    """Rows, of `num_rows`, with the lease's blocks at `positions`. Raises UnavailableError, TransferError."""
+    """Return the rows, below `num_rows`, of the lease's blocks at `positions`. Raises UnavailableError,
+    TransferError."""
     first = min(positions, default=0)
     staged = stage(leases, shard, first, deadline_seconds)
     return rows_at(staged, [position - first for position in positions], num_rows)
 
 
 def stage(leases: LeaseClient, shard: PeerShard, first: int, deadline_seconds: float) -> list[BlockId]:
-    """Have the lease's blocks from position `first` on copied to the peer's shared memory; returns their rows.
+    """Have the peer copy the lease's blocks from position `first` on to its shared memory; return their rows.
 
-    Raises UnavailableError, or TransferError when the peer cannot.
+    Raises UnavailableError, or TransferError if the peer cannot do it.
     """
     request = kvstore_pb2.StageRequest(lease_id=shard.lease_id, epoch=shard.epoch, rank=shard.rank, first=first)
     rows = leases.call(shard.address.kv_address, "Stage", request, deadline_seconds).rows

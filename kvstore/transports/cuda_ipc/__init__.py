@@ -1,1 +1,1 @@
-"""Reads of GPU memory on the same host, mapped by CUDA's virtual memory."""
+"""Reads GPU memory on the same host, mapped with CUDA's virtual memory API."""

@@ -1,9 +1,8 @@
-"""GPU memory that processes share by passing a descriptor: CUDA virtual memory, exported as a file descriptor.
+"""GPU memory that processes share through a file descriptor: CUDA virtual memory, exported.
 
-The counterpart of `kvstore.transports.shared_memory` for a device. The physical memory lives as long as somebody maps
-it: a mapping of a dead process's pool stays readable, and the memory is free when the last mapping ends. Speaks to
-libcuda through ctypes, and expects that the caller's framework has made the device's primary context. Knows no
-tensors and no blocks.
+The device counterpart of `kvstore.transports.shared_memory`. Physical memory lives as long as it is mapped: a mapping
+of a dead process's pool stays readable, and the memory is freed with the last mapping. Calls libcuda through ctypes,
+and requires that the caller's framework has created the device's primary context. Knows neither tensors nor blocks.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ class CudaError(Exception):
 
 
 class CudaMemory:
-    """A mapping at `address` (of `num_bytes` rounded up to what the device maps). Ends with `close`, exactly once.
+    """A mapping at `address` (of `num_bytes`, rounded up to the device's granularity). `close` ends it, once.
 
-    The caller makes sure that no work on the device uses it any more.
+    The caller makes sure that the device no longer uses it.
     """
 
     def __init__(self, device: int, num_bytes: int, handle: int, access: int) -> None:
-        """Map the physical memory `handle`, which stays the caller's to release. Raises CudaError."""
+        """Map the physical memory `handle`, which the caller releases. Raises CudaError."""
         self.num_bytes = num_bytes
         self._size = _rounded(device, num_bytes)
         address = c_uint64()
@@ -85,7 +84,7 @@ class CudaMemory:
 
 
 def can_share(device: int) -> bool:
-    """Whether memory of this device can be passed as a descriptor."""
+    """Whether memory of this device can be shared through a descriptor."""
     try:
         supported = c_int()
         _call("cuDeviceGetAttribute", byref(supported), c_int(SUPPORTS_POSIX_FD), _device(device))
@@ -95,9 +94,9 @@ def can_share(device: int) -> bool:
 
 
 def create(device: int, num_bytes: int) -> tuple[CudaMemory, int]:
-    """Memory of `num_bytes` on `device`, and a descriptor of it, which the caller closes. The content is undefined.
+    """Return uninitialized memory of `num_bytes` on `device`, and its descriptor, which the caller closes.
 
-    Raises ConfigError when the memory is not there.
+    Raises ConfigError if the memory is not available.
     """
     prop = _properties(device)
     handle = c_uint64()
@@ -123,9 +122,9 @@ def create(device: int, num_bytes: int) -> tuple[CudaMemory, int]:
 
 
 def attach(device: int, fd: int, num_bytes: int, writable: bool = False) -> CudaMemory:
-    """Map memory that another process passed, to be used from `device`. The descriptor stays the caller's to close.
+    """Map memory that another process shared, for use by `device`. The caller closes the descriptor.
 
-    Raises TransferError when it is no such memory, is shorter than `num_bytes`, or out of the device's reach.
+    Raises TransferError if it is not such memory, is shorter than `num_bytes`, or cannot be reached by the device.
     """
     handle = c_uint64()
     try:
@@ -139,7 +138,7 @@ def attach(device: int, fd: int, num_bytes: int, writable: bool = False) -> Cuda
 
 
 def create_stream() -> int:
-    """A stream of the current device of its own, of high priority. torch's are shared: it hands out 32 in turn.
+    """Return a new high-priority stream of the current device. torch's streams are shared: it hands out 32 in turn.
 
     Raises TransferError.
     """
@@ -152,7 +151,7 @@ def create_stream() -> int:
 
 
 def destroy_stream(stream: int) -> None:
-    """End a stream that has nothing to do any more."""
+    """Destroy a stream without pending work."""
     with contextlib.suppress(CudaError):
         _call("cuStreamDestroy_v2", c_void_p(stream))
 
@@ -183,7 +182,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 @cache
 def _driver() -> Any:
-    """Load libcuda. Raises ConfigError where there is no driver."""
+    """Load libcuda. Raises ConfigError if there is no driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

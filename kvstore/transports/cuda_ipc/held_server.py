@@ -1,4 +1,4 @@
-"""A DescriptorServer whose clients stay connected: the end of a connection tells that the pool's owner is gone."""
+"""A DescriptorServer whose clients stay connected, so that they notice when the pool's owner is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_HELD = 256
 
 
 class HeldServer(DescriptorServer):
-    """Connections stay open until the server closes or the client goes; the oldest beyond MAX_HELD is closed."""
+    """Keeps connections open until the server closes or the client leaves; beyond MAX_HELD the oldest is closed."""
 
     def __init__(self, socket_path: Path, info: PoolInfo, fd: int) -> None:
         self._held: deque[socket.socket] = deque()
@@ -30,17 +30,17 @@ class HeldServer(DescriptorServer):
             if has_gone(other):
                 self._held.remove(other)
                 other.close()
-        client.setblocking(False)  # with a timeout `has_gone` would wait for it, and take its end for the client's
+        client.setblocking(False)  # with a timeout, `has_gone` would wait for it and report the client as gone
         self._held.append(client)
         if len(self._held) > MAX_HELD:
             self._held.popleft().close()
 
 
 def fetch_held(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int, socket.socket]:
-    """Like `fetch_pool`, but return the connection, too, for the caller to close: it ends with the server."""
+    """Like `fetch_pool`, but also return the connection, which ends with the server; the caller closes it."""
     sock = connect_unix(socket_path, timeout_seconds)
     try:
         return *receive_pool(sock), sock
-    except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+    except BaseException:  # Ctrl-C and cancelled tasks, too: nothing may stay open
         sock.close()
         raise

@@ -1,11 +1,11 @@
-"""Reads a peer's pool in GPU memory of the same host: mapped once, and one kernel per pull.
+"""Reads a peer's pool in GPU memory of the same host, mapped once, with one kernel per pull.
 
-One-sided: the peer does nothing, and its blocks go to the local blocks without passing the host. The reader's device
-computes the digests of what it copied, which prove that the blocks are still those of the lease.
+One-sided: the peer does nothing, and its blocks are copied to local blocks without passing through the host. The
+reader's device computes the digests of what it copied, which prove that the blocks are still those of the lease.
 
-A mapping stays readable when its owner dies, but would keep its memory from a successor: the owner holds a connection
-to every reader, and a mapping ends with it. How memory is mapped and copied is the `MappingPool`'s: no CUDA is known
-here.
+A mapping stays readable when its owner dies, but would keep the memory from the owner's successor. So the owner holds
+a connection to every reader, and a mapping ends with the connection. The `MappingPool` maps and copies memory; this
+module knows no CUDA.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ FETCH_SECONDS = 2.0
 
 
 class RemotePool(Protocol):
-    """A peer's pool as a device sees it."""
+    """A peer's pool, mapped on a device."""
 
     def close(self) -> None:
-        """Unmap it. Nothing on the device uses it any more."""
+        """Unmap it. Nothing on the device may use it any more."""
         ...
 
 
 class MappingPool(Protocol):
-    """A local pool in the memory of a device that can map other processes' pools there."""
+    """A local pool in device memory that can map other processes' pools there."""
 
     def attach(self, fd: int, num_blocks: int, block_bytes: int) -> RemotePool:
-        """Map a peer's pool; the descriptor stays the caller's. Raises TransferError when it is out of reach."""
+        """Map a peer's pool; the caller closes the descriptor. Raises TransferError if it cannot be reached."""
         ...
 
     def pull(
         self, remote: RemotePool, remote_ids: Sequence[BlockId], local_ids: Sequence[BlockId],
         copy: HeadCopy | None = None,
     ) -> list[int]:  # fmt: skip
-        """Copy blocks, or those heads of each, wait until they are there, and return digests of the whole blocks.
+        """Copy blocks, or with `copy` some heads of each; wait, and return digests of the whole blocks.
 
         Raises TransferError.
         """
@@ -59,7 +59,7 @@ class MappingPool(Protocol):
 
 @dataclass(slots=True)
 class _Mapping:
-    """One epoch of a peer's pool. `remote` is None when it has ended; readers hold `lock`."""
+    """The mapping of one epoch of a peer's pool. `remote` is None after its end; readers hold `lock`."""
 
     name: PoolName
     info: PoolInfo
@@ -69,7 +69,7 @@ class _Mapping:
 
 
 class CudaIpcReader:
-    """Mappings of peers' pools by worker and rank. A thread for each waits for the owner's end."""
+    """Mappings of peers' pools by worker and rank. One thread per mapping waits for the owner's end."""
 
     def __init__(self, device: MappingPool) -> None:
         self._device = device
@@ -77,7 +77,7 @@ class CudaIpcReader:
         self._mappings: dict[PoolName, _Mapping] = {}
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
-        """Copy on this device. The deadline is not needed: no peer takes part, and a copy ends or fails."""
+        """Copy on this device. Ignores the deadline: no peer is involved, and a copy completes or fails."""
         return [self._pull_part(part, pull) for part in pull.parts]
 
     def _pull_part(self, part: SourcePart, pull: BlockPull) -> list[int]:
@@ -102,7 +102,7 @@ class CudaIpcReader:
             known = self._mappings.get(name)
         if known is not None and known.info.epoch == shard.epoch:
             return known
-        mapping = self._map(shard)  # without the lock: a peer that does not answer must not hold up the others
+        mapping = self._map(shard)  # without the lock: a peer that does not answer must not delay others
         with self._lock:
             earlier = self._mappings.get(name)
             is_first = earlier is None or earlier.info.epoch != shard.epoch
@@ -122,7 +122,7 @@ class CudaIpcReader:
         try:
             shard.check_offer(info)
             remote = self._device.attach(fd, info.geometry.num_blocks, info.geometry.block_bytes)
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: nothing may stay open
             connection.close()
             raise
         finally:
@@ -131,7 +131,7 @@ class CudaIpcReader:
         return _Mapping(shard.pool_name, info, remote, connection)
 
     def _watch(self, mapping: _Mapping) -> None:
-        """Wait for the end of the connection, and end the mapping with it."""
+        """Wait for the end of the connection, then end the mapping."""
         with contextlib.suppress(OSError):
             while mapping.connection.recv(64):
                 pass
@@ -144,7 +144,7 @@ class CudaIpcReader:
 
 
 def _end(mapping: _Mapping) -> None:
-    """Unmap when the last read has ended, and wake the thread that watches. May be called again."""
+    """Unmap after the last read has ended, and wake the watching thread. May be called repeatedly."""
     with mapping.lock:
         remote, mapping.remote = mapping.remote, None
     if remote is not None:

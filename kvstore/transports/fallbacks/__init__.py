@@ -1,1 +1,1 @@
-"""Pulls by the next transport when one fails. Without it a pull fails, and the prompt is computed again."""
+"""Falls back to the next transport when one fails. Without this wing a pull fails, and the prompt is recomputed."""

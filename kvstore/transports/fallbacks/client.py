@@ -1,4 +1,4 @@
-"""A client that tries one transport after the other, and logs by which a peer is read."""
+"""A client that tries transports in order, and logs which one a peer is read by."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvstore.transports.transport import BlockPull, Reader
 from kvstore.types import Epoch, WorkerId
 
 logger = logging.getLogger(__name__)
-FALLBACK_SECONDS = 5.0  # a peer on which so much was spent has stopped: no other transport will find it better
+FALLBACK_SECONDS = 5.0  # after so long the peer itself has stopped, and no other transport will work
 
 
 class FallbackClient(KvClient):
-    """Reads by the first transport that works."""
+    """Reads with the first transport that works."""
 
     def __init__(self, geometry: PoolGeometry, readers: Mapping[str, Reader]) -> None:
         super().__init__(geometry, readers)

@@ -1,1 +1,1 @@
-"""Reads of GPU memory through NCCL."""
+"""Reads GPU memory through NCCL."""

@@ -1,4 +1,4 @@
-"""The TCP connection beside a communicator: questions of the reader, answers of the owner, and each other's end."""
+"""The TCP connection that goes with a communicator: the reader's requests, the owner's answers, each side's end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_REPLY_BYTES = 4096
 
 
 class Connection:
-    """A pair's TCP connection, of either side. Raises TransferError for whatever goes wrong with it."""
+    """Either side of a pair's TCP connection. Raises TransferError for every failure."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -31,14 +31,14 @@ class Connection:
             raise TransferError(f"the connection failed: {error.strerror or error}") from error
 
     def receive(self, max_bytes: int, seconds: float | None) -> Any:
-        """The next message. seconds: between its parts, None: no limit."""
+        """Return the next message. seconds: limit between its parts; None: no limit."""
         self.sock.settimeout(seconds)
         message, _ = recv_frame(self.sock, max_bytes)
         self.sock.settimeout(REPLY_SECONDS)
         return message
 
     def ask(self, message: Any) -> None:
-        """Send a message to the owner. Raises RefusedError with the reason unless the answer is yes."""
+        """Send a message to the owner. Raises RefusedError with the reason unless it is accepted."""
         self.send(message)
         reply = self.receive(MAX_REPLY_BYTES, REPLY_SECONDS)
         match reply:
@@ -49,7 +49,7 @@ class Connection:
         raise TransferError("the peer's answer is malformed")
 
     def check(self) -> None:
-        """Raise TransferError when the other side has ended the connection."""
+        """Raise TransferError if the other side has ended the connection."""
         try:
             if not self._poll.poll(0):
                 return
@@ -66,4 +66,4 @@ class Connection:
 
 
 class RefusedError(TransferError):
-    """The owner says no, and the communicator is as good as before."""
+    """The owner has refused the request. The communicator stays usable."""

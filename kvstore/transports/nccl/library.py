@@ -1,12 +1,12 @@
-"""libnccl through ctypes: communicators of two ranks whose calls do not block and end by a deadline.
+"""libnccl through ctypes: communicators of two ranks, with non-blocking calls that end by a deadline.
 
-    library = nccl_library()                                       # None where there is none
+    library = nccl_library()                                       # None if there is none
     communicator = Communicator(library, unique_id, rank, deadline)
     communicator.send(address, num_bytes, stream, deadline)        # enqueued on a CUDA stream
     communicator.abort()                                           # ends its kernels, too
 
-The library is the one that torch brings and has loaded. Knows no tensors and no blocks; the caller has made its
-device the current one. Calls on one communicator come from one thread at a time, and none after `abort`.
+Uses the library that torch brings and has loaded. Knows neither tensors nor blocks; the caller has made its device
+the current one. One thread at a time calls a communicator, and none after `abort`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SUCCESS, IN_PROGRESS = 0, 7  # ncclResult_t
 UINT8 = 1  # ncclDataType_t
 UNDEFINED = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 CONFIG_MAGIC = 0xCAFEBEEF
-CONFIG_VERSION = 21800  # of NCCL 2.18: newer libraries take its fields and fill in their own
+CONFIG_VERSION = 21800  # of NCCL 2.18: newer libraries accept its fields and fill in their own
 SPIN_SECONDS = 0.002
 POLL_SECONDS = 0.0002
 
@@ -41,7 +41,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t of CONFIG_VERSION. `size` says how long it is, so that newer libraries read no further."""
+    """ncclConfig_t of CONFIG_VERSION. `size` is its length, so that newer libraries do not read beyond it."""
 
     _fields_ = (
         ("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int), ("cga_cluster_size", c_int),
@@ -50,13 +50,13 @@ class Config(ctypes.Structure):
 
 
 def non_blocking_config() -> Config:
-    """NCCL_CONFIG_INITIALIZER with blocking = 0."""
+    """Return NCCL_CONFIG_INITIALIZER with blocking = 0."""
     unset = UNDEFINED
     return Config(ctypes.sizeof(Config), CONFIG_MAGIC, CONFIG_VERSION, 0, unset, unset, unset, None, unset)
 
 
 class NcclLibrary:
-    """Checked calls. `handle` is a loaded library, or what stands for one in a test."""
+    """Checked calls of a library. handle: the loaded library, or a test's substitute."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -82,7 +82,7 @@ class NcclLibrary:
         return number.value
 
     def unique_id(self) -> bytes:
-        """A name for one communicator, and a thread in this process where its ranks meet."""
+        """Return the name of a new communicator, and start a thread in this process where its ranks meet."""
         unique_id = UniqueId()
         self.call("ncclGetUniqueId", byref(unique_id))
         return bytes(unique_id.internal)
@@ -100,14 +100,14 @@ class NcclLibrary:
 
 
 class Communicator:
-    """This process's rank, 0 or 1, of a communicator of two."""
+    """This process's rank, 0 or 1, in a communicator of two."""
 
     def __init__(self, library: NcclLibrary, unique_id: bytes, rank: int, deadline: float) -> None:
-        """Meet the other rank. Raises TransferError when it has not come by `deadline` (time.monotonic)."""
+        """Wait for the other rank. Raises TransferError if it has not joined by `deadline` (time.monotonic)."""
         self._library = library
         self._peer = 1 - rank
         self._handle = c_void_p()
-        self._config = non_blocking_config()  # kept while the library starts
+        self._config = non_blocking_config()  # must live while the library starts
         name = UniqueId.from_buffer_copy(unique_id)
         try:
             library.call("ncclCommInitRankConfig", byref(self._handle), 2, name, rank, byref(self._config))
@@ -121,15 +121,15 @@ class Communicator:
         self._transfer("ncclSend", address, num_bytes, stream, deadline)
 
     def receive(self, address: int, num_bytes: int, stream: int, deadline: float) -> None:
-        """Enqueue the receipt of a message of that length. Raises TransferError."""
+        """Enqueue the receipt of a message of this length. Raises TransferError."""
         self._transfer("ncclRecv", address, num_bytes, stream, deadline)
 
     def check(self) -> None:
-        """Raise TransferError when the communicator has failed."""
+        """Raise TransferError if the communicator has failed."""
         self._state()
 
     def abort(self) -> None:
-        """End it, and its kernels on the device. May take a while, or be called again."""
+        """End it, and its kernels on the device. May take a while; may be called repeatedly."""
         handle, self._handle = self._handle, c_void_p()
         if handle.value:
             try:
@@ -143,11 +143,11 @@ class Communicator:
         try:
             library.call(name, address, num_bytes, UINT8, self._peer, self._open(), stream)
         finally:
-            library.call("ncclGroupEnd")  # also after a failure: a thread's group must not stay open
+            library.call("ncclGroupEnd")  # also after a failure: the thread's group must not stay open
         self._settle("the peer does not connect", deadline)
 
     def _settle(self, trouble: str, deadline: float) -> None:
-        """Wait until the last call has done its part on the host."""
+        """Wait until the host's part of the last call is done."""
         if not poll_until(lambda: self._state() == SUCCESS, deadline):
             raise TransferError(trouble)
 
@@ -164,7 +164,7 @@ class Communicator:
 
 
 def poll_until(condition: Callable[[], bool], deadline: float) -> bool:
-    """Wait for a condition, spinning at first: most transfers take less than a sleep. False: not by the deadline."""
+    """Wait for a condition, spinning first, as most transfers take less than a sleep. False at the deadline."""
     spin_until = time.monotonic() + SPIN_SECONDS
     while not condition():
         now = time.monotonic()
@@ -176,7 +176,7 @@ def poll_until(condition: Callable[[], bool], deadline: float) -> bool:
 
 @cache
 def nccl_library() -> NcclLibrary | None:
-    """The library that torch has loaded or brings; None where there is none, or one that is too old."""
+    """Return the library that torch has loaded or brings; None if there is none or it is too old."""
     for path in ("libnccl.so.2", *_packaged()):
         try:
             library = NcclLibrary(ctypes.CDLL(path))
@@ -189,7 +189,7 @@ def nccl_library() -> NcclLibrary | None:
 
 
 def _packaged() -> list[str]:
-    """The library of NVIDIA's Python package, on which torch's wheel depends."""
+    """Return the path of the library in NVIDIA's Python package, a dependency of torch's wheel."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:

@@ -1,13 +1,13 @@
-"""Pulls from a peer's pool in GPU memory through NCCL: one communicator for each pair of pools, kept until it fails.
+"""Pulls from a peer's pool in GPU memory through NCCL, with one communicator per pair of pools, kept until it fails.
 
-Two-sided. Over a TCP connection of the pair's own the reader names a lease and positions in it; the owner's engine
-process (`nccl_server`) checks them and sends; the end of the connection is the end of the communicator. How bytes are
-sent and received is the `NcclDevice`'s: no CUDA is known here.
+Two-sided. Over the pair's own TCP connection, the reader names a lease and positions in it; the owner's engine
+process (`server.py`) checks them and sends the blocks. The end of the connection ends the communicator. The
+`NcclDevice` sends and receives bytes; this module knows no CUDA.
 
     reader: [token, worker, epoch, rank, GPU]   owner: [error]      then the communicator's unique id, and both join
-    reader: [lease, positions, pieces]          owner: [error]      then one message a piece; again and again
+    reader: [lease, positions, pieces]          owner: [error]      then one message per piece; repeatedly
 
-An empty error means yes. `pieces` are numbers of blocks, in the order of `positions`.
+An empty error means acceptance. `pieces` are numbers of blocks, in the order of `positions`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvstore.types import BlockId, Epoch
 
 logger = logging.getLogger(__name__)
 NAME = "nccl"
-OWNER, READER = 0, 1  # ranks of a communicator
-JOIN_SECONDS = 10.0  # NCCL looks at the machine, loads kernels, connects: 1 to 3 s
-RETRY_SECONDS = 10.0  # before the next attempt to connect to a peer where the last one failed
-TRANSFER_SECONDS = 2.0  # and what the bytes take at the least speed that is worth it
+OWNER, READER = 0, 1  # ranks in a communicator
+JOIN_SECONDS = 10.0  # NCCL inspects the machine, loads kernels, connects: 1 to 3 s
+RETRY_SECONDS = 10.0  # before the next attempt to connect to a peer after a failure
+TRANSFER_SECONDS = 2.0  # plus the time for the bytes at the lowest useful speed
 MIN_BYTES_PER_SECOND = 1e9
 
 
@@ -41,31 +41,31 @@ class Link(Protocol):
     """One end of a communicator. Used by one thread at a time, and not after `abort`."""
 
     def abort(self) -> None:
-        """End it, with what it has under way on the device, in a thread of its own: the caller does not wait."""
+        """End it, with its pending work on the device, in a separate thread: the caller does not wait."""
         ...
 
 
 class NcclDevice(Protocol):
-    """The local pool, the device that it lies on, and NCCL there. Calls end by their deadline (time.monotonic)."""
+    """The local pool, its device, and NCCL there. Calls end by their deadline (time.monotonic)."""
 
     gpu: str  # UUID
 
     def unique_id(self) -> bytes:
-        """A name for a new communicator. Raises TransferError."""
+        """Return a name for a new communicator. Raises TransferError."""
         ...
 
     def connect(self, unique_id: bytes, rank: int, deadline: float) -> Link:
-        """Join a communicator, and try it by a message from the owner to the reader. Raises TransferError."""
+        """Join a communicator, and test it with a message from owner to reader. Raises TransferError."""
         ...
 
     def piece_lengths(self, num_blocks: int, block_bytes: int) -> list[int]:
-        """How to divide so many blocks of a peer's pool into messages."""
+        """Divide `num_blocks` of a peer's pool into messages."""
         ...
 
     def prepare(self, block_bytes: int, copy: HeadCopy | None, deadline: float) -> None:
-        """Get ready to receive such blocks: the owner, who has a deadline, must not wait for it.
+        """Prepare to receive such blocks, so that the owner, who has a deadline, need not wait.
 
-        Wait until no step in flight may write to blocks that were given to loads. Raises TransferError.
+        Waits until no step in flight may write to blocks that were given to loads. Raises TransferError.
         """
         ...
 
@@ -73,10 +73,10 @@ class NcclDevice(Protocol):
         self, link: Link, pieces: Sequence[int], block_bytes: int, local_ids: Sequence[BlockId],
         copy: HeadCopy | None, deadline: float, check: Callable[[], None],
     ) -> list[int]:  # fmt: skip
-        """Receive blocks of `block_bytes`, copy them, or heads of them, to local ones; return their digests.
+        """Receive blocks of `block_bytes`, copy them, or heads of them, to local blocks; return their digests.
 
-        `check` is called while it waits, and raises TransferError when the peer is gone. Raises TransferError;
-        nothing is on its way to the local blocks then.
+        `check` is called while waiting, and raises TransferError if the peer is gone. Raises TransferError, after
+        which nothing is written to the local blocks.
         """
         ...
 
@@ -89,13 +89,14 @@ class NcclDevice(Protocol):
 
 
 def transfer_deadline(num_bytes: int) -> float:
-    """When to give up a transfer that starts now: a kernel that waits for a peer holds up memory calls of others."""
+    """Return the deadline of a transfer that starts now: a kernel that waits for a peer delays memory calls of
+    others."""
     return time.monotonic() + TRANSFER_SECONDS + num_bytes / MIN_BYTES_PER_SECOND
 
 
 @dataclass(slots=True)
 class _Pair:
-    """The communicator with one peer's pool, or none. Whoever uses it holds `lock`."""
+    """The communicator with one peer's pool, if any. Its user holds `lock`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     epoch: Epoch | None = None
@@ -149,7 +150,7 @@ class NcclReader:
                 )
             except RefusedError:
                 raise
-            except BaseException:  # whatever it is, messages may be under way: the next pull connects anew
+            except BaseException:  # whatever it is, messages may be in flight: the next pull reconnects
                 pair.end()
                 raise
 
@@ -158,7 +159,7 @@ class NcclReader:
             return self._pairs.setdefault(shard.pool_name, _Pair())
 
     def _connected(self, pair: _Pair, shard: PeerShard) -> tuple[Connection, Link]:
-        """The pair's communicator, or a new one if it has ended. Raises TransferError, UnavailableError."""
+        """Return the pair's communicator, or a new one if it has ended. Raises TransferError, UnavailableError."""
         if pair.connection is not None and pair.epoch == shard.epoch:
             try:
                 pair.connection.check()
@@ -189,12 +190,12 @@ class NcclReader:
             unique_id = self._device.unique_id()
             connection.send(unique_id)
             return connection, self._device.connect(unique_id, READER, time.monotonic() + JOIN_SECONDS)
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: nothing may stay open
             connection.close()
             raise
 
     def _end_lost_pairs(self) -> None:
-        """End the communicators whose owners are gone: they hold memory of this GPU."""
+        """End communicators whose owners are gone, since they hold memory of this GPU."""
         with self._lock:
             pairs = list(self._pairs.items())
         for name, pair in pairs:
@@ -212,7 +213,7 @@ class NcclReader:
 
 @contextlib.contextmanager
 def _held(pair: _Pair, deadline: float) -> Iterator[None]:
-    """Hold the pair's lock. Raises TransferError when others use it until the deadline."""
+    """Hold the pair's lock. Raises TransferError if others hold it until the deadline."""
     if not pair.lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
         raise TransferError("other pulls from the peer take too long")
     try:

@@ -1,7 +1,7 @@
-"""The owner's side of the `nccl` transport (protocol: `nccl.py`): joins readers' communicators and sends blocks.
+"""The owner's side of the `nccl` transport (protocol: `reader.py`): joins readers' communicators and sends blocks.
 
-A thread for each reader, in the engine's process beside the step loop: a reader that stops holds up nobody else. What
-a peer names is checked before anything is done with it, its token first.
+One thread per reader, in the engine process next to the step loop: a reader that stops delays no other. Everything in
+a peer's message is checked before use, its token first.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ MAX_HELLO_BYTES = 4096
 MAX_REQUEST_BYTES = 1 << 20
 MAX_READERS = 64
 MAX_POSITIONS = 1 << 16
-MAX_PIECE_BYTES = 1 << 28  # the owner may have to gather so much
+MAX_PIECE_BYTES = 1 << 28  # the owner may have to gather this much
 
 
 class NcclServer:
-    """Listens from the start, serves from `serve` to `close`."""
+    """Listens from the start, and serves from `serve` to `close`."""
 
     def __init__(self, host: str, token: str, worker_id: str, epoch: Epoch) -> None:
-        """Raise ConfigError when there is no port, or one without protection."""
+        """Raise ConfigError if there is no port, or an unprotected one."""
         check_bind(host, token)
         self._token = token.encode()
         self._worker_id = worker_id
         self._epoch = epoch
-        self._ranks: list[tuple[NcclDevice, int]] = []  # and the bytes of a block
+        self._ranks: list[tuple[NcclDevice, int]] = []  # with the bytes of a block
         self._leases: LeaseHolder
         self._server = TcpServer(host, 0, self._serve, MAX_READERS, "NCCL")
         self.port = self._server.port
@@ -54,11 +54,11 @@ class NcclServer:
         self._server.start()
 
     def close(self) -> None:
-        """End all connections. A send under way ends by itself, soon."""
+        """End all connections. A send in progress ends soon without help."""
         self._server.close()
 
     def _serve(self, sock: socket.socket) -> None:
-        """One reader, from its first message to its end."""
+        """Serve one reader, from its first message to its end."""
         try:
             self._serve_reader(Connection(sock))
         except TransferError as error:
@@ -78,7 +78,7 @@ class NcclServer:
             link.abort()
 
     def _welcome(self, connection: Connection) -> int:
-        """Check a reader's first message and answer it; return the rank it wants to read. Raises TransferError."""
+        """Check a reader's first message and answer it; return the rank to read. Raises TransferError."""
         hello = connection.receive(MAX_HELLO_BYTES, REPLY_SECONDS)
         match hello:
             case [str() as token, str() as worker_id, int() as epoch, int() as rank, str() as gpu]:
@@ -100,7 +100,7 @@ class NcclServer:
         return rank
 
     def _send(self, connection: Connection, device: NcclDevice, link: Any, request: Any, block_bytes: int) -> None:
-        """Answer one request. Raises TransferError for what ends the communicator."""
+        """Answer one request. Raises TransferError for failures that end the communicator."""
         try:
             lease_id, positions, pieces = _checked(request, block_bytes)
             block_ids = self._leases.hold(lease_id, self._epoch, positions)
@@ -116,7 +116,7 @@ class NcclServer:
 
 
 def _checked(request: Any, block_bytes: int) -> tuple[LeaseId, list[int], list[int]]:
-    """Lease, positions and pieces of a request. Raises TransferError for another message."""
+    """Return lease, positions and pieces of a request. Raises TransferError for any other message."""
     match request:
         case [str() as lease_id, list() as positions, list() as pieces]:
             pass

@@ -1,1 +1,1 @@
-"""One-sided reads of host memory by NIXL."""
+"""One-sided reads of host memory with NIXL."""

@@ -1,8 +1,8 @@
-"""NIXL in this process: one agent, the host memory that it has registered, and one-sided reads of peers' memory.
+"""NIXL in this process: one agent, its registered host memory, and one-sided reads of peers' memory.
 
-NIXL (the packages `nixl-cu12` and `nixl-cu13`) moves bytes by UCX: RDMA where a network has it, else TCP, and shared
-memory within a host. A thread of its own drives reads that peers make here; it costs a tenth of a core when idle, so
-an agent is made only where it is asked for.
+NIXL (packages `nixl-cu12` and `nixl-cu13`) transfers with UCX: RDMA if the network supports it, otherwise TCP, and
+shared memory within a host. A separate thread drives peers' reads here and costs a tenth of a core when idle, so an
+agent is only created where it is asked for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RemoteMemory:
     row_bytes: int
 
     def span(self, row: int, count: int) -> Span:
-        """`count` rows from `row` on. Raises TransferError for rows that are not there."""
+        """Return `count` rows beginning at `row`. Raises TransferError for rows out of range."""
         if not 0 <= row <= row + count <= self.num_rows:
             raise TransferError("the KV handle names a block outside the peer's memory")
         return self.address + row * self.row_bytes, count * self.row_bytes
@@ -48,17 +48,17 @@ class RemoteMemory:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAgent:
-    """Another process as this one's agent knows it: its name, and its pools by rank."""
+    """A peer as this process's agent knows it: its name, and its pools by rank."""
 
     name: str
     pools: Sequence[RemoteMemory]
 
 
 class NixlAgent:
-    """Safe to use from several threads. `register` before `describe`."""
+    """Safe to use from several threads. `register` precedes `describe`."""
 
     def __init__(self, name: str) -> None:
-        """name: unlike that of any other agent that it will meet. Raises ConfigError without the package."""
+        """name: different from that of every peer. Raises ConfigError without the package."""
         api = _import_api()
         config = api.nixl_agent_config(backends=[BACKEND], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
         try:
@@ -69,66 +69,66 @@ class NixlAgent:
             raise ConfigError(f"NIXL has no {BACKEND} here: its package is incomplete")
         self.name = name
         self._pools: list[list[int]] = []
-        self._users: Counter[str] = Counter()  # of peers, by name: NIXL forgets a peer for all of them at once
+        self._users: Counter[str] = Counter()  # users of each peer's name: NIXL forgets a peer for all at once
         self._lock = threading.Lock()
 
     def register(self, blocks: Blocks) -> None:
-        """Let NIXL read and write these bytes; they must stay where they are. Raises ConfigError."""
+        """Let NIXL read and write these bytes, which must stay in place. Raises ConfigError."""
         try:
             self._agent.register_memory([(blocks.ctypes.data, blocks.nbytes, 0, "")], "DRAM", [BACKEND])
         except Exception as error:  # as above: memory that may not be locked, most likely
             raise ConfigError(f"NIXL cannot register {blocks.nbytes / 1e9:.2f} GB of memory: {error}") from error
 
     def offer(self, blocks: Blocks) -> None:
-        """Register a pool, or the rows in front of one, for peers. Ranks come in their order."""
+        """Register a pool, or the staging rows in front of one, for peers. Call in the order of ranks."""
         self.register(blocks)
         self._pools.append([blocks.ctypes.data, *blocks.shape])
 
     def describe(self) -> bytes:
-        """What a peer needs to read this process's pools."""
+        """Return the description that peers need to read this process's pools."""
         return msgspec.msgpack.encode([self._agent.get_agent_metadata(), self._pools])
 
     def connect(self, description: bytes) -> RemoteAgent:
-        """Get to know a peer by its `describe`, until `disconnect`. Raises HandshakeError, TransferError."""
+        """Add a peer by its description until `disconnect`. Raises HandshakeError, TransferError."""
         metadata, pools = _read_description(description)
         with self._lock:
             try:
                 name = self._agent.add_remote_agent(metadata)
-            except Exception as error:  # a peer's bytes, in the hands of a library
+            except Exception as error:  # a library parses the peer's bytes
                 raise TransferError(f"NIXL cannot reach the peer: {error}") from error
             peer = RemoteAgent(name.decode() if isinstance(name, bytes) else str(name), pools)
             self._users[peer.name] += 1
         return peer
 
     def share(self, peer: RemoteAgent) -> None:
-        """Count one more user of a peer that is connected. It calls `disconnect`, too."""
+        """Count one more user of a connected peer, who also calls `disconnect`."""
         with self._lock:
             self._users[peer.name] += 1
 
     def disconnect(self, peer: RemoteAgent) -> None:
-        """Forget the peer when this was its last user."""
+        """Remove the peer if this was its last user."""
         with self._lock:
             self._users[peer.name] -= 1
             if self._users[peer.name] == 0:
                 del self._users[peer.name]
-                with contextlib.suppress(Exception):  # it may be gone already: that is what is wanted
+                with contextlib.suppress(Exception):  # it may be gone already, which is fine
                     self._agent.remove_remote_agent(peer.name)
 
     def read(self, peer: RemoteAgent, remote: Sequence[Span], local: Sequence[Span]) -> NixlRead:
-        """Start to copy the peer's spans to registered ones here. Raises TransferError."""
+        """Start copying the peer's spans to registered ones here. Raises TransferError."""
         try:
             descriptors = [
                 self._agent.get_xfer_descs([(address, size, 0) for address, size in spans], "DRAM")
                 for spans in (local, remote)
             ]
             handle = self._agent.initialize_xfer("READ", *descriptors, peer.name, backends=[BACKEND])
-        except Exception as error:  # memory that the peer did not register, or a peer that has gone
+        except Exception as error:  # memory that the peer did not register, or a peer that is gone
             raise TransferError(f"NIXL cannot read the peer: {error}") from error
         return NixlRead(self._agent, handle)
 
 
 class NixlRead:
-    """One transfer that has been started. Until `has_ended`, its local memory may change."""
+    """One transfer in progress. Until `has_ended`, it may write to its local memory."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent = agent
@@ -136,7 +136,7 @@ class NixlRead:
         self._state = self._ask(lambda: agent.transfer(handle))
 
     def wait(self, deadline: float) -> None:
-        """Wait until the bytes are here (time.monotonic). Raises TransferError."""
+        """Wait until the bytes have arrived (deadline: time.monotonic). Raises TransferError."""
         while self._state == "PROC":
             if time.monotonic() > deadline:
                 raise TransferError("the peer's memory was not read in time")
@@ -146,13 +146,13 @@ class NixlRead:
             raise TransferError(f"the peer's memory cannot be read ({self._state})")
 
     def has_ended(self) -> bool:
-        """Whether the transfer is over, well or not, so that its memory may be used for something else."""
+        """Whether the transfer has succeeded or failed, so that its memory may be reused."""
         if self._state == "PROC":
             self._state = self._ask(lambda: self._agent.check_xfer_state(self._handle))
         return self._state != "PROC"
 
     def release(self) -> None:
-        """Free what NIXL keeps of the transfer. After `has_ended`."""
+        """Free NIXL's resources of the transfer. Call after `has_ended`."""
         self._ask(lambda: self._agent.release_xfer_handle(self._handle))
 
     def _ask(self, call: Any) -> str:
@@ -163,11 +163,11 @@ class NixlRead:
 
 
 def _import_api() -> Any:
-    """Import NIXL. Raises ConfigError with what to install."""
+    """Import NIXL. Raises ConfigError, which says what to install."""
     for package in PACKAGES:
         try:
             api = importlib.import_module(f"{package}._api")
-            logging.raiseExceptions = True  # importing it has changed that, and sent its lines to stdout
+            logging.raiseExceptions = True  # the import changes this, and sends NIXL's log to stdout
             logger = logging.getLogger("nixl")
             logger.handlers.clear()
             logger.propagate = True
@@ -180,7 +180,7 @@ def _import_api() -> Any:
 
 
 def _read_description(description: bytes) -> tuple[bytes, list[RemoteMemory]]:
-    """Check what a peer says of itself. Raises HandshakeError."""
+    """Check a peer's description. Raises HandshakeError."""
     try:
         value: Any = msgspec.msgpack.decode(description)
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
@@ -203,5 +203,5 @@ def _read_description(description: bytes) -> tuple[bytes, list[RemoteMemory]]:
 
 
 def agent_name(worker_id: str, epoch: int) -> str:
-    """Name of the agent of one life of a worker."""
+    """Return the agent's name for one life of a worker."""
     return f"{worker_id[:MAX_TEXT]}/{epoch:x}"

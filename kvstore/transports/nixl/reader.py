@@ -1,8 +1,8 @@
-"""Reads a peer's host memory by NIXL: one-sided, over RDMA or TCP, or within a host.
+"""Reads a peer's host memory with NIXL: one-sided, over RDMA or TCP, or within a host.
 
-Bytes arrive in a registered buffer of this process and are copied to their blocks from there, while the next piece
-arrives in the buffer's other half. So a transfer that fails late, when a peer was stopped and goes on, writes to no
-block that somebody else owns by then: its buffer rests until NIXL says that the transfer has ended.
+Bytes arrive in a registered buffer of this process and are copied to their blocks, while the next piece arrives in
+the buffer's other half. So a transfer that fails late, because a peer was stopped and resumed, writes to no block
+that has another owner by then: its buffer is not reused until NIXL says that the transfer has ended.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NAME = "nixl"
 PIECE_BYTES = 16 << 20
 NUM_HALVES = 2
 MAX_PEERS = 64
-TRANSFER_SECONDS = 2.0  # for a piece, and what its bytes take at the least speed that is worth it
+TRANSFER_SECONDS = 2.0  # for a piece, plus the time for its bytes at the lowest useful speed
 MIN_BYTES_PER_SECOND = 20e6
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """Registered memory of one pull at a time."""
+    """Registered memory, used by one pull at a time."""
 
     memory: npt.NDArray[np.uint8]  # (NUM_HALVES, PIECE_BYTES or one block)
-    reads: list[NixlRead] = field(default_factory=list)  # of a pull that failed: they may still write
+    reads: list[NixlRead] = field(default_factory=list)  # of a failed pull: they may still write
 
     def is_free(self) -> bool:
         if not all(read.has_ended() for read in self.reads):
@@ -51,10 +51,10 @@ class _Buffer:
 
 
 class NixlReader:
-    """Agents of peers by worker, and buffers, of which there are as many as pulls at once."""
+    """Agents of peers by worker, and as many buffers as there have been concurrent pulls."""
 
     def __init__(self, pool: Blocks, leases: LeaseClient, agent: NixlAgent) -> None:
-        """`pool` is what is pulled into; `leases` and `agent` stay the caller's to close."""
+        """pool: the target of pulls. The caller closes `leases` and `agent`."""
         self._pool = pool
         self._leases = leases
         self._agent = agent
@@ -70,7 +70,7 @@ class NixlReader:
         return digests
 
     def close(self) -> None:
-        """Forget all peers. What is on its way ends by itself."""
+        """Forget all peers. Transfers in progress end without help."""
         with self._lock:
             peers = [peer for _, peer in self._peers.values()]
             self._peers.clear()
@@ -120,15 +120,16 @@ class NixlReader:
 
     @contextmanager
     def _connected(self, shard: PeerShard) -> Iterator[RemoteAgent]:
-        """The agent of the peer's present life, known to NIXL until the end of the block, whatever others do.
+        """Yield the agent of the peer's current life, which NIXL keeps until the end of the block, whatever others
+        do.
 
-        Raises TransferError, UnavailableError, HandshakeError. A TransferError in the block lets the next one connect
-        anew.
+        Raises TransferError, UnavailableError, HandshakeError. After a TransferError in the block, the next user
+        reconnects.
         """
         with self._lock:
             epoch, known = self._peers.get(shard.worker_id, (None, None))
             if epoch != shard.epoch:
-                known = None  # an earlier life
+                known = None  # of an earlier life
             if known is not None:
                 self._agent.share(known)
         peer = known or self._connect(shard)
@@ -143,7 +144,7 @@ class NixlReader:
             self._agent.disconnect(peer)
 
     def _connect(self, shard: PeerShard) -> RemoteAgent:
-        """Get to know the peer and keep it for later, too."""
+        """Connect to the peer, and also keep it for later."""
         request = kvstore_pb2.DescribeTransportRequest(epoch=shard.epoch, transport=NAME)
         reply = self._leases.call(shard.address.kv_address, "DescribeTransport", request)
         peer = self._agent.connect(reply.description)
@@ -160,11 +161,11 @@ class NixlReader:
         return peer
 
     def _drop(self, worker_id: WorkerId) -> None:
-        """Keep a peer no longer; NIXL forgets it after its last pull. With the lock held."""
+        """Stop keeping a peer; NIXL forgets it after its last pull. Call with the lock held."""
         self._agent.disconnect(self._peers.pop(worker_id)[1])
 
     def _take_buffer(self, half_bytes: int) -> _Buffer:
-        """A buffer in which nothing is under way. Raises ConfigError when no memory can be registered."""
+        """Return a buffer without transfers in progress. Raises ConfigError if no memory can be registered."""
         with self._lock:
             for index, buffer in enumerate(self._buffers):
                 if buffer.memory.shape[1] >= half_bytes and buffer.is_free():
@@ -175,9 +176,9 @@ class NixlReader:
 
 
 class NixlTransport(Transport):
-    """An address is the name of the agent that has registered the pool, or the rows in front of it.
+    """An address is the name of the agent that has registered the pool, or the staging rows in front of it.
 
-    An idle agent costs a tenth of a core, so that there is one only for who names this transport.
+    An idle agent costs a tenth of a core, so it only exists if this transport is named.
     """
 
     name = NAME
@@ -196,7 +197,7 @@ class NixlTransport(Transport):
         return b"" if self._agent is None else self._agent.describe()
 
     def _agent_of(self, pool: LocalPool) -> NixlAgent:
-        """The agent of this life of the worker. Raises ConfigError without the package."""
+        """Return the agent of this worker's life. Raises ConfigError without the package."""
         if self._agent is None:
             self._agent = NixlAgent(agent_name(pool.info.worker_id, pool.info.epoch))
         return self._agent

@@ -1,11 +1,11 @@
 """Sends blocks over plain TCP connections, straight from the descriptor of a pool's memory.
 
 A reader asks the KvTransfer service, which checks token, lease and epoch, and gets a ticket and this server's port.
-It sends the ticket on a connection and receives the bytes of its blocks, one after the other and nothing else. A
-ticket is good for one read, a connection for one read after another. What the server does not like ends the
-connection.
+It sends the ticket on a connection and receives the bytes of its blocks in order, and nothing else. A ticket is valid
+for one read; a connection serves any number of reads in sequence. Any violation ends the connection.
 
-The kernel copies from the pool's pages to the socket (sendfile), with a thread per connection: Python takes no part.
+The kernel copies from the pool's pages to the socket (sendfile), with one thread per connection: Python copies
+nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ TICKET_BYTES = 16
 TICKET_SECONDS = 30.0
 MAX_TICKETS = 1 << 14
 MAX_CONNECTIONS = 512
-STALL_SECONDS = 10  # for which a reader may take nothing
-MAX_SENT = 1 << 26  # between two looks at the lease
+STALL_SECONDS = 10  # the longest time in which a reader accepts no data
+MAX_SENT = 1 << 26  # between two checks of the lease
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """Rows of a memfd. check: raises MiniInferError once they may not be read any more; called from any thread."""
+    """Rows of a memfd. check: raises MiniInferError once they may no longer be read; called from any thread."""
 
     memory: int
     block_bytes: int
@@ -50,9 +50,9 @@ class BlockServer:
     """Serves until `close`."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """host, port: see `TcpServer`. Raises ConfigError when it cannot listen."""
+        """host, port: see `TcpServer`. Raises ConfigError if it cannot listen."""
         self._lock = threading.Lock()
-        self._tickets: dict[bytes, tuple[BlockRead, float]] = {}  # in the order of their ends
+        self._tickets: dict[bytes, tuple[BlockRead, float]] = {}  # in order of expiry
         self._server = TcpServer(host, port, self._serve, MAX_CONNECTIONS, "KV blocks")
         self._server.start()
 
@@ -61,7 +61,7 @@ class BlockServer:
         return self._server.port
 
     def offer(self, memory: int, block_bytes: int, rows: Sequence[BlockId], check: Callable[[], object]) -> bytes:
-        """A ticket for one `BlockRead`."""
+        """Return a ticket for one `BlockRead`."""
         read = BlockRead(memory, block_bytes, rows, check)
         ticket, now = secrets.token_bytes(TICKET_BYTES), time.monotonic()
         with self._lock:
@@ -74,7 +74,7 @@ class BlockServer:
         return ticket
 
     def close(self) -> None:
-        """Stop serving; reads that are under way end."""
+        """Stop serving; reads in progress end."""
         self._server.close()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -93,7 +93,7 @@ class BlockServer:
 
 
 def _send(connection: socket.socket, read: BlockRead) -> None:
-    """Raises OSError when the reader is gone, or MiniInferError."""
+    """Send the rows. Raises OSError if the reader is gone, or MiniInferError."""
     for _, row, count in runs_of(read.rows):
         at, end = row * read.block_bytes, (row + count) * read.block_bytes
         while at < end:

@@ -1,7 +1,8 @@
-"""Reads a peer's lease over TCP: works everywhere, costs both sides copies.
+"""Reads a peer's lease over TCP: works everywhere, at the cost of copies on both sides.
 
-The KvTransfer service grants a read; the blocks come over plain connections, received where they belong. A long pull
-is divided among several connections, each with a thread that computes digests, too: a core copies some GB a second.
+The KvTransfer service grants a read. Blocks come over plain connections and are received in place. A long pull is
+divided among several connections, each with a thread that also computes digests, as a core copies a few GB per
+second.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ MAX_STREAMS = 4  # of a pull
 MIN_STREAM_BYTES = 4 << 20
 MAX_IDLE = 64  # connections
 CONNECT_SECONDS = 5.0
-WAIT_SECONDS = 1  # between two looks at the deadline
+WAIT_SECONDS = 1  # between two checks of the deadline
 Address = tuple[str, int]
 
 
 def ticket_for(
     client: LeaseClient, shard: PeerShard, positions: Sequence[int], deadline_seconds: float
 ) -> tuple[bytes, int]:
-    """Ask for blocks of the lease: the ticket, and the port at which it is good.
+    """Request blocks of the lease; return the ticket, and the port where it is valid.
 
-    Raises UnavailableError, or TransferError when the peer refuses.
+    Raises UnavailableError, or TransferError if the peer refuses.
     """
     request = kvstore_pb2.ReadRequest(
         lease_id=shard.lease_id, epoch=shard.epoch, positions=positions, rank=shard.rank
@@ -48,10 +49,10 @@ def ticket_for(
 
 
 class TcpReader:
-    """Safe to use from several threads; `client` stays the caller's to close."""
+    """Safe to use from several threads; the caller closes `client`."""
 
     def __init__(self, pool: Blocks, client: LeaseClient) -> None:
-        """`pool` is what is pulled into."""
+        """pool: the target of pulls."""
         self._pool = pool
         self._client = client
         self._connections = Connections()
@@ -65,7 +66,7 @@ class TcpReader:
         try:
             digests = pull_parts(self._read, slices[0], self._pool)
         finally:
-            wait(others)  # also after a failure: nothing may be on its way to the blocks then
+            wait(others)  # also after a failure: nothing may be written to the blocks afterwards
         for other in others:
             for own, more in zip(digests, other.result(), strict=True):
                 own += more
@@ -90,18 +91,18 @@ class TcpReader:
             self._connections.drop(connection)
             raise TransferError(f"the connection for KV blocks failed: {error}") from error
         except BaseException:  # Ctrl-C, too
-            self._connections.drop(connection)  # with bytes of this read in it
+            self._connections.drop(connection)  # it still contains bytes of this read
             raise
         self._connections.give(address, connection)
 
     def close(self) -> None:
-        """End pulls that are under way, too."""
+        """End all pulls, even in progress."""
         self._connections.close()
         self._threads.shutdown()
 
 
 class Connections:
-    """Connections to peers, in use and kept for later."""
+    """Connections to peers, used and idle."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,7 +111,7 @@ class Connections:
         self._closed = False
 
     def take(self, address: Address) -> socket.socket:
-        """One that is idle, or a new one. Raises OSError."""
+        """Return an idle connection, or a new one. Raises OSError."""
         with self._lock:
             known = [pair for pair in self._idle if pair[0] == address]
             self._idle = [pair for pair in self._idle if pair[0] != address] + known[:-1]
@@ -130,7 +131,7 @@ class Connections:
         return connection
 
     def give(self, address: Address, connection: socket.socket) -> None:
-        """Keep it for the next read; the one that was kept longest goes beyond MAX_IDLE."""
+        """Keep a connection for the next read; beyond MAX_IDLE the oldest is closed."""
         with self._lock:
             self._used.discard(connection)
             self._idle.append((address, connection))
@@ -147,13 +148,13 @@ class Connections:
             self._closed = True
             while self._idle:
                 self._idle.pop()[1].close()
-            for connection in self._used:  # their readers close them
+            for connection in self._used:  # the readers close them
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
 
 def sliced(pull: BlockPull, count: int) -> list[BlockPull]:
-    """The pull in `count` parts of about as many blocks; one part if there is less to divide."""
+    """Divide the pull into `count` parts with about equally many blocks; at least one part."""
     total = len(pull.positions)
     bounds = [total * index // max(count, 1) for index in range(max(count, 1) + 1)]
     return [
@@ -163,7 +164,7 @@ def sliced(pull: BlockPull, count: int) -> list[BlockPull]:
 
 
 def receive_blocks(connection: socket.socket, blocks: Blocks, rows: Sequence[int], deadline: float) -> None:
-    """Fill rows with what arrives. Raises OSError, TransferError at the deadline or at the connection's end."""
+    """Fill rows with received bytes. Raises OSError, or TransferError at the deadline or the connection's end."""
     for _, row, count in runs_of(rows):
         wanted = memoryview(blocks[row : row + count].reshape(-1).data)
         while wanted:
@@ -179,7 +180,7 @@ def receive_blocks(connection: socket.socket, blocks: Blocks, rows: Sequence[int
 
 
 class TcpTransport(Transport):
-    """An address is empty: the service that grants reads is the one that renews leases."""
+    """The address is empty, since the service that grants reads is the one that renews leases."""
 
     name = "tcp"
 

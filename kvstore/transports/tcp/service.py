@@ -1,4 +1,4 @@
-"""The KvTransfer service of a worker that sends blocks by TCP: tickets for reads."""
+"""The KvTransfer service of a worker that sends blocks by TCP: grants tickets for reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FETCH_SECONDS = 5.0
 
 
 class PoolView:
-    """A pool of another process of this host, read-only: the memfd `memory`, of rows of `block_bytes`."""
+    """Read-only pool of another process of this host: the memfd `memory`, with rows of `block_bytes`."""
 
     def __init__(self, socket_path: str) -> None:
         """Ask the owner's DescriptorServer. Raises UnavailableError, TransferError, ConfigError."""
@@ -26,7 +26,7 @@ class PoolView:
         self.block_bytes = info.geometry.block_bytes
         try:
             check_sealed(self.memory, info.geometry.pool_bytes)
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: nothing may stay open
             self.close()
             raise
 
@@ -36,10 +36,10 @@ class PoolView:
 
 @dataclass(eq=False, kw_only=True)
 class TcpTransferService(KvTransferService):
-    """Grants reads. The lease is looked at again while their blocks are sent."""
+    """Grants reads. The lease is checked again while its blocks are sent."""
 
-    sender: BlockServer  # becomes the service's
-    pools: Sequence[PoolView]  # by rank: a lease names the same blocks in each of them; the caller's to close
+    sender: BlockServer  # owned by the service
+    pools: Sequence[PoolView]  # by rank, since a lease names the same blocks in each; the caller closes them
 
     async def Read(self, request: kvstore_pb2.ReadRequest, context: Context) -> kvstore_pb2.ReadReply:
         reply = kvstore_pb2.ReadReply()

@@ -1,4 +1,4 @@
-"""A server of TCP connections: a thread that accepts, and one for each connection."""
+"""A TCP server with one accepting thread and one thread per connection."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kvstore.transports.sockets import accepted
 
 
 class TcpServer:
-    """Calls `serve` with each connection, in a thread of its own, and closes it afterwards."""
+    """Calls `serve` with each connection in its own thread, and closes the connection afterwards."""
 
     def __init__(
         self, host: str, port: int, serve: Callable[[socket.socket], None], max_connections: int, purpose: str
     ) -> None:
-        """Listen. Raises ConfigError when that cannot be.
+        """Listen. Raises ConfigError if that is not possible.
 
-        host: IPv6 in brackets or without. port: 0, any free one. max_connections: those beyond are closed at once.
-        purpose: what it is for, in messages.
+        host: IPv6 with or without brackets. port: 0: any free one. max_connections: connections beyond are closed at
+        once.
+        purpose: shown in messages.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -36,17 +37,17 @@ class TcpServer:
         self._closing = False
 
     def start(self) -> None:
-        """Accept connections from now on."""
+        """Start accepting connections."""
         threading.Thread(target=self._accept, name=self._purpose, daemon=True).start()
 
     def close(self) -> None:
-        """Stop accepting, and end all connections: their threads close them."""
+        """Stop accepting, and end all connections; their threads close them."""
         with self._lock:
             self._closing = True
             connections = [*self._connections, self._listener]
         for connection in connections:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes its thread
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the connection's thread
         self._listener.close()
 
     def _accept(self) -> None:
