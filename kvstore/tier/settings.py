@@ -15,7 +15,7 @@ from common.net.hosts import check_cluster_token
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """The node agent, which owns the host-memory tier that the workers of this host share."""
+    """The node agent: holds the host-memory tier that the workers of this host share."""
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(50050, "gRPC port, for health checks; 0: any free one")

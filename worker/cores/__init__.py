@@ -1,1 +1,1 @@
-"""The cores of a host, shared by its workers. Without it each engine uses as many threads as there are cores."""
+"""Shares a host's cores among its workers. Without this wing each engine uses as many threads as there are cores."""

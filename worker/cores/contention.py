@@ -1,8 +1,8 @@
-"""Thread count under CPU contention: how many threads are worth using while other programs want the cores.
+"""Number of threads to use while other programs compete for the cores.
 
-Threads of one GEMM wait for the slowest of them. When the kernel takes the core of one, all of them wait, and a step
-takes many times longer than with fewer threads (figures in docs/decisions/cpu-execution.md). The kernel counts the
-time that a runnable thread waits for a core; `ThreadLimit` turns that into a number of threads. It knows neither
+Threads of one GEMM wait for the slowest of them. When the kernel takes away the core of one, all of them wait, and a
+step takes many times longer than with fewer threads (figures in docs/decisions/cpu-execution.md). The kernel counts
+the time that a runnable thread waits for a core; `ThreadLimit` converts it to a number of threads. Knows neither
 torch nor steps.
 """
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 
 OBSERVE_SECONDS = 0.25
-MAX_WAIT_SHARE = 0.1  # seconds of waiting for a core, all threads together, per second: more is contention
+MAX_WAIT_SHARE = 0.1  # seconds that all threads together wait for a core, per second; more counts as contention
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 
 
 class ThreadLimit:
-    """Fewer threads under contention; all of them again after a while, which doubles when that was too early."""
+    """Lowers the number of threads under contention, and tries all again after a delay, doubled if that was too
+    early."""
 
     def __init__(self) -> None:
         self._limit: int | None = None
@@ -37,36 +38,36 @@ class ThreadLimit:
             self._limit = None
             self._retry_at = now + self._retry_seconds
         elif self._limit is None and now >= self._retry_at:
-            self._retry_seconds = FIRST_RETRY_SECONDS  # all threads went well for as long as the last wait
+            self._retry_seconds = FIRST_RETRY_SECONDS  # all threads ran well for as long as the last delay
 
 
 class RunQueueWait:
-    """Time that the threads of this process have spent runnable without a core."""
+    """Time that this process's threads have been runnable without a core."""
 
     def __init__(self) -> None:
         self._waits: dict[str, int] = {}
         self._last_time = 0.0
 
     def share_since_last(self, now: float) -> float | None:
-        """Cores lacked on average since the last call; None when that was too recent, or not measured."""
+        """Return the mean number of missing cores since the last call; None if too recent or not measured."""
         elapsed = now - self._last_time
         if elapsed < OBSERVE_SECONDS:
             return None
         self._last_time = now
         before, self._waits = self._waits, _waits_of_threads()
-        if elapsed > 4 * OBSERVE_SECONDS or not before:  # idle in between: the share would say nothing
+        if elapsed > 4 * OBSERVE_SECONDS or not before:  # idle in between: the share would mean nothing
             return None
         waited = sum(wait - before.get(thread, wait) for thread, wait in self._waits.items())
         return waited / 1e9 / elapsed
 
 
 def _waits_of_threads() -> dict[str, int]:
-    """Nanoseconds by thread, from schedstat (time on a core, waiting for one, slices); empty where there is none."""
+    """Return nanoseconds by thread, from schedstat (time on a core, waiting for one, slices); empty without it."""
     waits = {}
     try:
         for thread in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
                 waits[thread] = int(file.read().split()[1])
-    except (OSError, IndexError, ValueError):  # a thread that ends while it is read, or a kernel that does not count
+    except (OSError, IndexError, ValueError):  # a thread that ends while it is read, or a kernel without the counter
         return {}
     return waits

@@ -1,8 +1,8 @@
-"""The cores of a host, divided equally between the engines that compute right now (docs/decisions/cpu-execution.md).
+"""Divides the cores of a host equally among the engines that compute right now (docs/decisions/cpu-execution.md).
 
-An engine that computes holds a lock on its byte of a file that the workers of a host share; the kernel gives it up
-for one that dies. Others count such locks before each step, and torch's threads follow. Under foreign load it uses
-fewer threads (`contention`). Knows nothing of what is computed.
+An engine that computes holds a lock on its byte of a file that the host's workers share; the kernel releases the
+locks of a dead process. Each engine counts the others' locks before each step and sets torch's threads accordingly.
+Under foreign load it uses fewer (`contention`). Knows nothing of the computation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from common.errors import ConfigError
 from worker.cores.contention import RunQueueWait, ThreadLimit
 
-NUM_SLOTS = 64  # engines of one host; those beyond are not counted
+NUM_SLOTS = 64  # engines of one host; more are not counted
 _FLOCK = struct.Struct("@hhqqi0q")  # of <fcntl.h>: type, whence, start, length, process
 
 
@@ -29,12 +29,12 @@ class SharedCores:
         """num_cores: cores that all engines may use together. Raises OSError."""
         self._num_cores = num_cores
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._slot: int | None = None  # of the lock that is held
+        self._slot: int | None = None  # slot of the lock that is held
         self._run_queue = RunQueueWait()
         self._limit = ThreadLimit()
 
     def adjust(self, has_work: bool) -> None:
-        """Let torch use this engine's current share, or leave it to others."""
+        """Set torch's threads to this engine's current share, or release the share without work."""
         if not has_work:
             self.release()
             return
@@ -44,16 +44,16 @@ class SharedCores:
             self._limit.observe(now, torch.get_num_threads(), wait_share)
         num_threads = self._limit.apply(self.share())
         if num_threads != torch.get_num_threads():
-            torch.set_num_threads(num_threads)  # of this thread's GEMMs; takes 10 us
+            torch.set_num_threads(num_threads)  # for this thread's GEMMs; takes 10 us
 
     def share(self) -> int:
-        """Count this engine in, and return how many cores its next step may use."""
+        """Take a share, and return how many cores the next step may use."""
         if self._slot is None:
             self._slot = self._take_slot()
         return max(1, self._num_cores // (1 + self._num_others()))
 
     def release(self) -> None:
-        """Count this engine out."""
+        """Release this engine's share."""
         if self._slot is not None:
             self._lock(fcntl.F_UNLCK, self._slot)
             self._slot = None
@@ -71,29 +71,29 @@ class SharedCores:
         return None
 
     def _num_others(self, first: int = 0, stop: int = NUM_SLOTS) -> int:
-        """Number of other engines' locks in slots first .. stop - 1."""
+        """Return the number of other engines' locks in slots first .. stop - 1."""
         found = self._lock_of_another(first, stop) if first < stop else None
         if found is None:
             return 0
         return 1 + self._num_others(first, found) + self._num_others(found + 1, stop)
 
-    # Locks of open file descriptions: a lock of a process would end with any descriptor of the file.
+    # Locks of open file descriptions: a process's lock would end when any descriptor of the file is closed.
 
     def _lock(self, kind: int, slot: int) -> None:
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
 
     def _lock_of_another(self, first: int, stop: int) -> int | None:
-        """Slot of any lock that another engine holds in the range."""
+        """Return the slot of any lock that another engine holds in the range."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, stop - first, 0)
         kind, _, slot, _, _ = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked))
         return None if kind == fcntl.F_UNLCK else slot
 
 
 def join_cores(run_dir: str) -> SharedCores:
-    """Join the cores shared on this host, taking a share for loading, which computes too. Raises ConfigError."""
+    """Join the cores shared on this host, with a share for loading, which also computes. Raises ConfigError."""
     try:
         cores = SharedCores(Path(run_dir, "cores"), torch.get_num_threads())
         cores.adjust(has_work=True)
-    except OSError as error:  # of a folder without locks too
+    except OSError as error:  # also for a folder without locks
         raise ConfigError(f"--run-dir {run_dir}, to share cores: {error.strerror}; or give --num-threads") from None
     return cores

@@ -1,1 +1,1 @@
-"""Pulls between pools in GPU memory of one host, whose processes map it."""
+"""Pulls between GPU pools of one host, whose processes map each other's memory."""

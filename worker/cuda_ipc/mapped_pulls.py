@@ -1,4 +1,4 @@
-"""Pulls from mapped pools of peers into a worker's own, in GPU memory."""
+"""Pulls from mapped pools of peers into a worker's own pool in GPU memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.gpu_hand_off.device_pool import DevicePool
 
 
 class AttachedPool:
-    """A peer's pool, mapped. words: int64 (num_blocks, num_words)."""
+    """A peer's mapped pool. words: int64 (num_blocks, num_words)."""
 
     def __init__(self, memory: CudaMemory, words: Tensor) -> None:
         self.words = words
@@ -31,7 +31,7 @@ class AttachedPool:
 
 
 def in_words(copy: HeadCopy) -> WordCopy:
-    """The copy counted in 64-bit words. Raises TransferError for heads that are not whole words."""
+    """Convert the copy to 64-bit words. Raises TransferError if a head's bytes are not whole words."""
     bytes_of = copy.width, copy.source_offset, copy.source_pitch, copy.target_offset, copy.target_pitch
     if any(count % WORD_BYTES for count in bytes_of):
         raise TransferError("a head's part of a KV block is not a multiple of 8 bytes")
@@ -42,7 +42,7 @@ class MappedPulls:
     """Implements `kvstore.transports.cuda_ipc.reader.MappingPool`."""
 
     def __init__(self, pool: DevicePool) -> None:
-        """Compile the kernel, which takes 0.1 s, before requests come: the first block is copied onto itself."""
+        """Compile the kernel before requests come, which takes 0.1 s, by copying the first block onto itself."""
         self._pool, self._kernels = pool, kernels_for(pool.words.is_cuda)
         self._copy(pool.words, [BlockId(0)], [BlockId(0)], None)
 
@@ -66,7 +66,7 @@ class MappedPulls:
     def _copy(
         self, source: Tensor, source_ids: Sequence[BlockId], target_ids: Sequence[BlockId], part: WordCopy | None
     ) -> list[int]:
-        """Copy blocks of a pool's words (num_blocks, num_words) to own ones; the digests of the source blocks."""
+        """Copy blocks of a pool's words (num_blocks, num_words) to own ones; return digests of the source blocks."""
         pool = self._pool
         with pool.stream(writes_pool=True):
             lists = pool.lists()

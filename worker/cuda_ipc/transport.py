@@ -14,7 +14,7 @@ from worker.gpu_hand_off.rank_pool import DeviceRankPool
 
 
 class CudaIpcTransport(Transport):
-    """An address is the Unix socket that hands out a descriptor of the pool in GPU memory."""
+    """The address is the Unix socket that hands out a descriptor of the pool in GPU memory."""
 
     name = NAME
     needs = "GPU memory that processes can share: choose auto, shm or tcp"

@@ -1,1 +1,1 @@
-"""Drains of a worker, which finishes its open requests before it ends. Without it they move to other workers."""
+"""Drains of a worker: it finishes its open requests before it ends. Without this wing they move to other workers."""

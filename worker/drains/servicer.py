@@ -1,4 +1,4 @@
-"""The calls by which an operator drains a worker, and takes it back."""
+"""The calls with which an operator drains a worker, and undoes it."""
 
 from __future__ import annotations
 

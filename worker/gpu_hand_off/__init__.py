@@ -1,1 +1,1 @@
-"""Hand-off of KV whose pool is in GPU memory. Without it a worker on a GPU computes all of its prompts itself."""
+"""KV hand-off from and to GPU memory. Without this wing a worker on a GPU computes all its prompts itself."""

@@ -1,4 +1,4 @@
-"""Where pools in GPU memory come from: this process, or a rank in another one."""
+"""Creates pools in GPU memory: allocated by this process, or by a rank in another process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from worker.gpu_hand_off.settings import GpuHandOffSettings
 def allocate_on(
     device: torch.device, info: PoolInfo, socket_path: str, config: WorkerConfig, transports: Sequence[str]
 ) -> DeviceRankPool:
-    """Allocate the pool of this process. transports: by which this worker may read peers. Raises ConfigError."""
+    """Allocate this process's pool. transports: those with which this worker may read peers. Raises ConfigError."""
     geometry = info.geometry
     staging_bytes = int(config.of(GpuHandOffSettings).kv_staging_gb * 1e9)
     num_rows = min(staging_bytes // geometry.block_bytes, geometry.num_blocks)
     if num_rows == 0:
         raise ConfigError(f"--kv-staging-gb holds no block of {geometry.block_bytes / 1e9:.3f} GB")
     shared = None
-    if "cuda_ipc" in transports or geometry.shard != WHOLE:  # others are to map it
+    if "cuda_ipc" in transports or geometry.shard != WHOLE:  # other processes map it
         from engine.cuda_ipc.device_memory import pool_for_others
 
         shared = pool_for_others(geometry, device)
@@ -36,7 +36,7 @@ def allocate_on(
 
 
 def adopt_on(device: torch.device, info: PoolInfo, socket_path: str, fd: int, first: LocalPool) -> DeviceRankPool:
-    """Map the pool that a rank in another process has allocated. first: rank 0's, whose rows are for all ranks."""
+    """Map the pool that a rank in another process has allocated. first: rank 0's pool, whose rows all ranks share."""
     from engine.cuda_ipc.device_memory import pool_of_rank
 
     assert isinstance(first, DeviceRankPool), "ranks are all on GPUs, or none"

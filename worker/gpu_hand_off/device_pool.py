@@ -1,11 +1,11 @@
-"""A worker's pool in GPU memory as its transports use it: digests, copies to and from host rows.
+"""A worker's pool in GPU memory for its transports: digests, copies to and from host rows.
 
-Several threads work on it beside the step loop, each on a stream of its own with high priority. Blocks that a load
-fills may still be written by a step in flight whose request has ended: `fence` marks where the step stream stands
-when blocks are given to loads, and copies into the pool wait for the last mark. Reads of what the host has seen
-finished need none.
+Several threads use it next to the step loop, each on its own high-priority stream. A step in flight may still write
+to blocks of a request that has ended, after they are given to a load. So `fence` records the position of the step
+stream when blocks are given to loads, and copies into the pool wait for the last fence. Reads of blocks that the host
+knows to be finished need no fence.
 
-On a CPU, for tests, the same without streams.
+On a CPU, in tests, the same runs without streams.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger("engine")
 
 
 class CopyLists:
-    """Block ids of one copy on their way to the device and digests on their way back, through pinned memory.
+    """Pinned buffers for one copy's block ids on their way to the device, and for its digests on their way back.
 
-    For one stream, and one copy after the other: a pull of 60 MB takes 150 us, an unpinned list 20.
+    For one stream and one copy at a time. A pull of 60 MB takes 150 us; an unpinned list takes 20.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = torch.empty(0, dtype=torch.int64, device=device)
         self._pinned = torch.empty(0, dtype=torch.int64)
-        self._host = self._pinned.numpy()  # of the same memory
+        self._host = self._pinned.numpy()  # view of the same memory
 
     def upload(self, *lists: Sequence[BlockId]) -> Tensor:
-        """int64 (1 + len(lists), length): zeros for digests, then the lists, which are as long as each other."""
+        """Return int64 (1 + len(lists), length): zeros for digests, then the lists, which have equal lengths."""
         shape = 1 + len(lists), len(lists[0])
         size = shape[0] * shape[1]
         if size > len(self._host):
@@ -57,7 +57,7 @@ class CopyLists:
         return on_device.view(shape)
 
     def download(self, digests: Tensor) -> list[int]:
-        """Wait for all of the copy."""
+        """Wait for the copy, and return its digests."""
         count = len(digests)
         self._pinned[:count].copy_(digests, non_blocking=True)
         if digests.is_cuda:
@@ -67,15 +67,15 @@ class CopyLists:
 
 
 class DevicePool:
-    """kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) of any dtype."""
+    """kv_pool: (num_blocks, *geometry.block_shape) of any dtype."""
 
     def __init__(self, kv_pool: Tensor) -> None:
         self.words = kv_pool.view(kv_pool.shape[0], -1).view(torch.int64)
         self.device = kv_pool.device
         self._on_gpu = kv_pool.is_cuda
-        self._weights: dict[int, Tensor] = {}  # by words of a block: those of other ranks have more, or fewer
+        self._weights: dict[int, Tensor] = {}  # by words of a block: blocks of other ranks may have another size
         self.weights_of(self.words.shape[1])
-        # Here, because the first needs triton.
+        # imported here, because the first needs triton
         kernels = import_module("kernels.gpu.elementwise.kv_digest" if self._on_gpu else "kernels.kv_digest")
         self._digest_blocks: Any = kernels.digest_blocks
         self._own = threading.local()  # .stream, .lists
@@ -86,10 +86,10 @@ class DevicePool:
         return self.words.shape[1] * WORD_BYTES
 
     def fence(self, of: DevicePool | None = None) -> None:
-        """Mark where the step stream stands: after a step was launched, before loads get their blocks.
+        """Record the position of the step stream, after a step was launched and before loads get their blocks.
 
-        of: rank 0's pool, for that of another rank, whose steps this process does not launch. They have written their
-        KV before rank 0's last sum over ranks ends, or before the last stage has got a step's hidden states.
+        of: rank 0's pool, for the pool of another rank, whose steps this process does not launch. Those have written
+        their KV before rank 0's last all-reduce ends, or before the last stage gets a step's hidden states.
         """
         if of is not None:
             self._fence = of._fence
@@ -97,11 +97,11 @@ class DevicePool:
             self._fence = self.mark()
 
     def is_behind_fence(self) -> bool:
-        """Whether the steps before the last mark have ended."""
+        """Whether all steps before the last fence have ended."""
         return self._fence is None or bool(self._fence.query())  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event | None:
-        """Where the current stream stands; None on a CPU, whose work has ended."""
+        """Record the current stream's position; None on a CPU, whose work is always complete."""
         if not self._on_gpu:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -109,10 +109,7 @@ class DevicePool:
         return event
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        """Digests of blocks that the host has seen finished, as `kvstore.pool.digest` computes them.
-
-        Raises TransferError.
-        """
+        """Return digests of finished blocks, as `kvstore.pool.digest` computes them. Raises TransferError."""
         if not block_ids:
             return []
         with self.stream(writes_pool=False):
@@ -130,9 +127,9 @@ class DevicePool:
             self.synchronize()
 
     def readable(self, blocks: Blocks, pinned: bool) -> Tensor:
-        """Host memory as `copy_in` takes it.
+        """Return host memory in the form that `copy_in` takes.
 
-        pinned: its pages may be pinned for faster copies. Until they are, copies go through the driver's buffers.
+        pinned: pin its pages in the background for faster copies. Until then, copies go through the driver's buffers.
         """
         rows = torch.from_numpy(np.asarray(_Readable(blocks)))
         if self._on_gpu and pinned:
@@ -148,14 +145,14 @@ class DevicePool:
             self.synchronize()
 
     def weights_of(self, num_words: int) -> Tensor:
-        """Weights of digests of blocks of so many words. Two threads may make the same ones."""
+        """Return the digest weights of blocks of `num_words`. Two threads may compute the same ones."""
         if num_words not in self._weights:
             weights = torch.stack([torch.from_numpy(each) for each in digest_weights(num_words)])
             self._weights[num_words] = weights.to(self.device)
         return self._weights[num_words]
 
     def lists(self) -> CopyLists:
-        """This thread's."""
+        """Return this thread's lists."""
         if not hasattr(self._own, "lists"):
             self._own.lists = CopyLists(self.device)
         lists: CopyLists = self._own.lists
@@ -168,9 +165,9 @@ class DevicePool:
 
     @contextlib.contextmanager
     def stream(self, writes_pool: bool) -> Iterator[None]:
-        """This thread's stream, made current; what writes to the pool comes after the fence. Raises TransferError.
+        """Make this thread's stream current, after the fence if `writes_pool`. Raises TransferError.
 
-        The body waits for the end of its work.
+        The body must wait for the end of its work.
         """
         with torch.inference_mode():
             if not self._on_gpu:
@@ -180,7 +177,7 @@ class DevicePool:
                 self._own.stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
             stream, fence = self._own.stream, self._fence
             try:
-                with torch.cuda.stream(stream):  # and its device
+                with torch.cuda.stream(stream):  # makes its device current, too
                     if writes_pool and fence is not None:
                         stream.wait_event(fence)
                     yield
@@ -191,7 +188,7 @@ class DevicePool:
 
 
 class _Readable:
-    """Read-only memory that says it is writable: torch knows no tensors that are not, and warns."""
+    """Read-only memory that claims to be writable: torch has no read-only tensors, and would warn."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -199,7 +196,7 @@ class _Readable:
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
-    """For a thread of its own: it takes long, and CUDA keeps a thread's last failure for its next call."""
+    """Pin memory; needs its own thread, as it takes long and CUDA reports a failure on the thread's next call."""
     try:
         with torch.cuda.device(device):
             pin(memory, is_read_only=True)

@@ -1,7 +1,7 @@
-"""Pinned rows of shared host memory in front of a pool in GPU memory.
+"""Pinned rows of shared host memory that stage copies from and to a pool in GPU memory.
 
-Peers that cannot map the GPU's memory read leases from them, and readers that only know host memory fill them: a pull
-goes to rows first, then to the blocks, in pieces.
+Peers that cannot map the GPU's memory read leases from them. Readers that only handle host memory pull into rows,
+from where blocks are copied to the pool, piece by piece.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvstore.types import BlockId
 from worker.gpu_hand_off.device_pool import DevicePool
 
 ROOM_POLL_SECONDS = 0.005
-PIECE_BYTES = 64 << 20  # other pulls want rows, too
+PIECE_BYTES = 64 << 20  # other pulls need rows, too
 
 
 class HostRows:
-    """Which rows in front of a worker's GPUs are free, of all ranks at once. Safe to use from several threads."""
+    """Which staging rows of a worker's GPUs are free, for all ranks at once. Safe to use from several threads."""
 
     def __init__(self, num_rows: int) -> None:
         self._rows = BlockPool(num_rows, enable_prefix_cache=False)
@@ -34,7 +34,7 @@ class HostRows:
         return self._rows.num_blocks
 
     def take(self, least: int, most: int) -> list[BlockId]:
-        """Take up to `most` free rows; none when there are fewer than `least`."""
+        """Take up to `most` free rows; none if fewer than `least` are free."""
         with self._lock:
             count = min(self._rows.num_available, most)
             return self._rows.allocate(count) if count >= least else []
@@ -45,7 +45,7 @@ class HostRows:
 
 
 class StagedReader:
-    """`inner` pulls into free rows of `memory`."""
+    """Pulls with `inner` into free rows of `memory`, and copies them to the pool."""
 
     def __init__(self, inner: Reader, rows: HostRows, memory: Tensor, device_pool: DevicePool) -> None:
         self._inner = inner
@@ -72,7 +72,7 @@ class StagedReader:
         self._inner.close()
 
     def _take(self, wanted: int, deadline: float) -> list[BlockId]:
-        """Some rows, as soon as there are any. Raises TransferError."""
+        """Take some rows as soon as any are free. Raises TransferError at the deadline."""
         while True:
             rows = self._rows.take(1, min(wanted, self._most))
             if rows:

@@ -1,4 +1,4 @@
-"""A rank's pool in GPU memory, with rows of shared host memory in front of it."""
+"""A rank's pool in GPU memory, with staging rows in shared host memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from worker.gpu_hand_off.shm_reader import DeviceShmReader
 
 
 class DeviceRankPool(LocalPool):
-    """A pool that peers' GPUs may map, by `fd`; for all others `staging`, in which `rows` says what is free."""
+    """A pool that peers' GPUs may map through `fd`; others use `staging`, whose free rows are in `rows`."""
 
     needs_staging = True
 
     def __init__(self, info: PoolInfo, socket_path: str, kv_pool: Tensor, fd: int | None, rows: HostRows) -> None:
-        """fd: of the device memory, taken over; None: it cannot be shared."""
+        """fd: descriptor of the device memory, now owned by this object; None: it cannot be shared."""
         super().__init__(info, socket_path, len(rows))
         self.kv_pool = kv_pool
         self.device_fd = fd
         self.device = DevicePool(kv_pool)
-        self.device.digests([BlockId(0)])  # compiles the kernel, which takes 0.1 s, before requests come
-        self.staging = host_buffer_over(self.mapping, *self.host_blocks.shape)  # `host_blocks`, pinned
+        self.device.digests([BlockId(0)])  # compiles the kernel before requests come, which takes 0.1 s
+        self.staging = host_buffer_over(self.mapping, *self.host_blocks.shape)  # `host_blocks`, pinned below
         pin(self.staging)
         self.rows = rows
 

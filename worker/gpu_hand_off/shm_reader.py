@@ -1,4 +1,4 @@
-"""Reads of peers' host memory into a pool in a device's memory."""
+"""Reads peers' host memory into a pool in GPU memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from worker.gpu_hand_off.device_pool import DevicePool
 
 @dataclass(frozen=True, slots=True)
 class DevicePeerMemory(PeerMemory):
-    on_device: Tensor  # the same memory, as the device reads it
+    on_device: Tensor  # the same memory, for copies by the device
 
 
 class DevicePeerMappings(PeerMappings):
-    """Memory of peers that the device is to read, too."""
+    """Memory of peers that the device copies from."""
 
     def __init__(self, device: DevicePool) -> None:
         super().__init__()
@@ -27,20 +27,20 @@ class DevicePeerMappings(PeerMappings):
 
     def map(self, shard: PeerShard) -> DevicePeerMemory:
         memory = super().map(shard)
-        # A peer's pool on a CPU may be too large to be pinned.
+        # A peer's CPU pool may be too large to be pinned.
         on_device = self._device.readable(memory.blocks, pinned=shard.address.needs_staging)
         return DevicePeerMemory(memory.info, memory.blocks, on_device)
 
 
 class DeviceShmReader:
-    """The device copies blocks from the peer's memory by itself.
+    """Lets the device copy blocks directly from the peer's memory.
 
-    A peer whose blocks lie in GPU memory, too, has copied them to pinned rows when it was asked to; here the rows are
-    pinned as well, so both copies run at the bus's speed. Digests are computed on the device, of what has arrived.
+    A peer with blocks in GPU memory has copied them to pinned rows on request. The rows are pinned here as well, so
+    both copies run at the bus's speed. The device computes the digests of what has arrived.
     """
 
     def __init__(self, device: DevicePool, through_host: Reader, leases: LeaseClient) -> None:
-        """through_host: for shards that are divided otherwise than ours."""
+        """through_host: the reader for shards that are divided differently from ours."""
         self._device = device
         self._through_host = through_host
         self._leases = leases

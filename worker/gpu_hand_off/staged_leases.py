@@ -1,4 +1,4 @@
-"""Leases on blocks in GPU memory, which are copied to rows of shared host memory when a reader asks for that."""
+"""Leases on blocks in GPU memory, copied to rows of shared host memory when a reader asks for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("engine")
 
 
 class StagedLeases(KvLeases):
-    """A reader that maps GPU memory asks for no copies: those of the same host do."""
+    """Readers that map GPU memory need no copies to rows: those on the same host."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class StagedLeases(KvLeases):
         super().__init__(epoch, ranks, release, handles)
         self._pools = [rank for rank in ranks if isinstance(rank, DeviceRankPool)]
         self._rows = self._pools[0].rows
-        self._staged: dict[LeaseId, dict[int, list[BlockId]]] = {}  # rows, by the first position
+        self._staged: dict[LeaseId, dict[int, list[BlockId]]] = {}  # rows by the first position
 
     def stage(self, lease_id: LeaseId, first: int) -> list[BlockId] | None:
-        """Copy the lease's blocks from `first` on to rows; None without room or such a lease."""
+        """Copy the lease's blocks from `first` on to rows; None without free rows or without such a lease."""
         block_ids = super().stage(lease_id, first)
         if block_ids is None:
             return None
@@ -47,7 +47,7 @@ class StagedLeases(KvLeases):
         return staged[first]
 
     def give_up(self, lease: Lease) -> None:
-        """Give back the rows, too."""
+        """Also free the lease's rows."""
         super().give_up(lease)
         for rows in self._staged.pop(lease.lease_id, {}).values():
             self._rows.give_back(rows)

@@ -1,6 +1,6 @@
-"""Staging of leases from GPU memory to rows of shared memory, on the front's side: the engine is asked once.
+"""The front's side of staging leases from GPU memory to rows of shared memory: the engine is asked once for each.
 
-Rows belong to a lease until it ends. Lives in one event loop; knows no bytes.
+Rows belong to a lease until it ends. Belongs to one event loop; handles no bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ STAGE_SECONDS = 10.0
 
 
 class StagingTable:
-    """`ask(lease_id, first)` makes the engine stage a lease from position `first` on; its reports bring answers."""
+    """`ask(lease_id, first)` makes the engine stage a lease from position `first` on; its reports contain the
+    answers."""
 
     def __init__(self, ask: Callable[[LeaseId, int], None]) -> None:
         self._ask = ask
         self._rows: defaultdict[LeaseId, dict[int, asyncio.Future[list[BlockId]]]] = defaultdict(dict)  # by first
 
     async def rows(self, lease_id: LeaseId, first: int) -> list[BlockId]:
-        """The rows that hold the lease's blocks from position `first` on, in its order. Raises TransferError."""
+        """Return the rows of the lease's blocks from position `first` on, in order. Raises TransferError."""
         staged = self._rows[lease_id]
         start = max((known for known in staged if known <= first), default=None)
         if start is None:
@@ -37,14 +38,14 @@ class StagingTable:
             raise TransferError("the worker does not bring the KV blocks to shared memory") from None
 
     def apply(self, report: StepReport) -> None:
-        """Take the answers, and the ends of leases, of a report of the engine process."""
+        """Process the answers and ended leases in a report of the engine process."""
         for lease_id, first, rows in report.staged:
             self.answer(lease_id, first, rows)
         for lease_id in report.ended_leases:
             self.end(lease_id)
 
     def answer(self, lease_id: LeaseId, first: int, rows: Sequence[int] | None) -> None:
-        """The engine has staged the lease from `first` on; None: it has no room, or no such lease."""
+        """Record that the engine has staged the lease from `first` on; rows None: no room, or no such lease."""
         future = self._rows[lease_id].get(first) if lease_id in self._rows else None
         if future is None or future.done():
             return
@@ -57,7 +58,7 @@ class StagingTable:
         _fail(future, "the worker has no room to bring the KV blocks to shared memory")
 
     def end(self, lease_id: LeaseId) -> None:
-        """The lease has ended, and its rows with it."""
+        """Drop the rows of a lease that has ended."""
         for future in self._rows.pop(lease_id, {}).values():
             if not future.done():
                 _fail(future, "the lease has ended")
@@ -65,4 +66,4 @@ class StagingTable:
 
 def _fail(future: asyncio.Future[list[BlockId]], message: str) -> None:
     future.set_exception(TransferError(message))
-    future.exception()  # retrieve it: there may be no waiter left
+    future.exception()  # mark it as retrieved, as there may be no waiter left

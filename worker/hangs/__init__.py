@@ -1,1 +1,1 @@
-"""Engines that hang, told apart from slow ones. Without it a worker notices only the end of its engine process."""
+"""Detects engines that hang, rather than being slow. Without this wing only the end of the process is noticed."""

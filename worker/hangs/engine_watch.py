@@ -1,4 +1,4 @@
-"""What a worker's front does about an engine process that may hang: while it loads, and while it serves."""
+"""How a worker's front watches for hangs of its engine process, while it loads and while it serves."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from worker.hangs.settings import HangSettings
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-START_WATCH_SECONDS = 1.0  # between two looks at an engine that loads
-MAX_INTERVAL_SECONDS = 0.5  # between two looks at one that serves: in a longer one this process slept
-IDLE_BEAT_SECONDS = 0.6  # an idle engine's heart beats twice a second: until then there is no need to look closer
-HUNG_EXIT_SECONDS = 60.0  # an engine that has hung for so long is not waited for: a new process is better
+START_WATCH_SECONDS = 1.0  # between two checks of an engine that loads
+MAX_INTERVAL_SECONDS = 0.5  # between two checks of an engine that serves; if it was longer, this process slept
+IDLE_BEAT_SECONDS = 0.6  # an idle engine beats twice a second, so no closer look is needed before
+HUNG_EXIT_SECONDS = 60.0  # after so long a new process is better than waiting
 
 
 class Front(Protocol):
@@ -32,10 +32,10 @@ class Front(Protocol):
 
 
 class EngineWatch:
-    """Watch one engine process: `unless_idle` while it loads, then `judge` a few times a second."""
+    """Watches one engine process: call `unless_idle` while it loads, then `judge` a few times a second."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self.memory = Heartbeat.create_memory()  # for the process to map, and for the caller to close
+        self.memory = Heartbeat.create_memory()  # the process maps it, and the caller closes it
         self._heartbeat = Heartbeat(self.memory.fileno())
         self._settings = config.of(HangSettings)
         self._progress = ProgressWatch(self._settings.stall_seconds)
@@ -45,7 +45,7 @@ class EngineWatch:
         self._hung_seconds = 0.0
 
     async def unless_idle(self, message: Coroutine[None, None, T], pid: int) -> T:
-        """Await the first message of an engine that loads. Raises ConfigError when its process does nothing."""
+        """Await the first message of an engine that loads. Raises ConfigError if its process does nothing."""
         stall_seconds = self._settings.start_stall_seconds
         reading = asyncio.create_task(message)
         watch = StartWatch()
@@ -54,7 +54,7 @@ class EngineWatch:
             while not reading.done():
                 await asyncio.wait([reading], timeout=START_WATCH_SECONDS)
                 now = time.monotonic()
-                # Not time that this process slept.
+                # without time in which this process slept
                 elapsed, self._last = min(now - self._last, 2 * START_WATCH_SECONDS), now
                 if not reading.done() and watch.idle_seconds(sample_work(pid), elapsed) >= stall_seconds:
                     raise ConfigError(
@@ -66,7 +66,7 @@ class EngineWatch:
             reading.cancel()
 
     def judge(self, front: Front, now: float) -> None:
-        """Take the front out of service while the engine hangs. Raises UnavailableError when it hangs for good."""
+        """Take the front out of service while the engine hangs. Raises UnavailableError if it hangs for good."""
         trouble = self.trouble(now) or ""
         if trouble == front.out_of_service:
             return
@@ -78,7 +78,7 @@ class EngineWatch:
             front.out_of_service = ""
 
     def trouble(self, now: float) -> str | None:
-        """Say why the engine is out of service; None: it is not. Raises UnavailableError when it hangs for good."""
+        """Return why the engine is out of service; None: it is not. Raises UnavailableError if it hangs for good."""
         elapsed, self._last = min(now - self._last, MAX_INTERVAL_SECONDS), now
         trouble = None
         has_beaten = self._progress.has_beaten(self._heartbeat.read())

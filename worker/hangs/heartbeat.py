@@ -1,6 +1,6 @@
-"""Heartbeat: a counter in shared memory that the engine process increments and its front reads.
+"""A heartbeat counter in shared memory, incremented by the engine process and read by its front.
 
-Raising it costs nothing, so it moves within a step, too: once a layer on a CPU, where steps may take long.
+Incrementing costs nothing, so it also happens within a step: once per layer on a CPU, where steps may take long.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ COUNTER_BYTES = 8
 
 
 class Heartbeat:
-    """One side of the memory behind `descriptor`."""
+    """One side of the shared memory that `descriptor` refers to."""
 
     def __init__(self, descriptor: int) -> None:
-        # An item of such a view is one 8-byte load or store: the other side never sees half of it.
+        # Access to an item of this view is one 8-byte load or store, so the other side never sees half of it.
         self._memory = memoryview(mmap.mmap(descriptor, COUNTER_BYTES)).cast("Q")
         self._count = 0
 
@@ -37,7 +37,7 @@ class Heartbeat:
 
 
 def beat_for(descriptor: int | None) -> Callable[[], None] | None:
-    """What tells the front that passed `descriptor` of progress; None: no front watches."""
+    """Return a function that tells the front which passed `descriptor` of progress; None: no front watches."""
     if descriptor is None:
         return None
     heartbeat = Heartbeat(descriptor)

@@ -1,13 +1,12 @@
 """Liveness: whether an engine that loads, or has no heartbeat, is slow or hung, judged by what its process does.
 
-    stopped   (SIGSTOP, a debugger)                         out after STOPPED_SECONDS
-    blocked   no thread runs, wants to run, or did          out after BLOCKED_SECONDS
-    computing it used a core, yet no heartbeat              out after `stall_seconds` of that
+    stopped   (SIGSTOP, a debugger)                         out of service after STOPPED_SECONDS
+    blocked   no thread runs, wants to run, or did          out of service after BLOCKED_SECONDS
+    computing it used a core, but without heartbeats        out of service after `stall_seconds` of that
     starved   it wants to run and gets no core              never: the machine is busy, the engine is not broken
 
-While it loads there are no heartbeats: any work will do, for hours if need be. `StartWatch` counts the time without.
-
-`ProgressWatch` and `StartWatch` are pure; `sample_process` and `sample_work` read Linux's /proc.
+There are no heartbeats while the engine loads: any work is progress, even for hours, and `StartWatch` measures the
+time without work. `ProgressWatch` and `StartWatch` are pure; `sample_process` and `sample_work` read Linux's /proc.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 
 STOPPED_SECONDS = 1.0
 BLOCKED_SECONDS = 3.0
-IDLE_SHARE = 0.01  # of an interval: a thread that ran or waited less did nothing
-IDLE_BYTES_PER_SECOND = 64 << 10  # read and written; what a process that waits does now and then is less
+IDLE_SHARE = 0.01  # of an interval: a thread that ran or waited for less did nothing
+IDLE_BYTES_PER_SECOND = 64 << 10  # read and written; a waiting process's occasional activity is below this
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -32,14 +31,14 @@ class ThreadSample:
     wait_seconds: float
 
 
-Threads = dict[str, ThreadSample]  # of a process, by id; none at all: it is gone, or /proc cannot be read
+Threads = dict[str, ThreadSample]  # of a process, by id; empty: it is gone, or /proc cannot be read
 
 
 def sample_process(pid: int) -> Threads:
     threads: Threads = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is read
+            with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end while it is read
                 threads[thread] = _sample_thread(f"/proc/{pid}/task/{thread}")
     return threads
 
@@ -47,31 +46,31 @@ def sample_process(pid: int) -> Threads:
 def _sample_thread(folder: str) -> ThreadSample:
     state, run_seconds = _read_stat(folder)
     wait_seconds = 0.0
-    with contextlib.suppress(OSError), open(f"{folder}/schedstat") as file:  # finer than ticks, where it is counted
+    with contextlib.suppress(OSError), open(f"{folder}/schedstat") as file:  # finer than ticks, if available
         run_nanos, wait_nanos, _ = file.read().split()
         run_seconds, wait_seconds = int(run_nanos) / 1e9, int(wait_nanos) / 1e9
     return ThreadSample(state, run_seconds, wait_seconds)
 
 
 def _read_stat(folder: str) -> tuple[str, float]:
-    """State and time on a core, of the thread or process in a folder of /proc."""
+    """Return state and time on a core of the thread or process in a folder of /proc."""
     with open(f"{folder}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()  # the name before it may hold anything
+        fields = file.read().rpartition(")")[2].split()  # the name before it may contain any characters
     return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
 
 class ProgressWatch:
-    """Call `observe` a few times a second; it answers why the engine is out of service, or None."""
+    """Call `observe` a few times a second; it returns why the engine is out of service, or None."""
 
     def __init__(self, stall_seconds: float) -> None:
         self._stall_seconds = stall_seconds
         self._heartbeat = -1
-        self._before: Threads | None = None  # at the last call, if the heartbeat has not moved since
-        self._spent = 0.0  # share of the time limit of a silent process; 1: all of it
+        self._before: Threads | None = None  # at the last call, if there has been no heartbeat since
+        self._spent = 0.0  # share of the time limit that has been used; 1: all of it
         self._reason: str | None = None
 
     def has_beaten(self, heartbeat: int) -> bool:
-        """Whether the counter has moved since the last call. If so, no sample is needed: all is well."""
+        """Whether the counter has changed since the last call. If so, all is well and no sample is needed."""
         if heartbeat == self._heartbeat:
             return False
         self._heartbeat = heartbeat
@@ -79,7 +78,7 @@ class ProgressWatch:
         return True
 
     def observe(self, sample: Threads, elapsed_seconds: float) -> str | None:
-        """The heartbeat stands still, and this is what the process does. `elapsed_seconds` since the last call."""
+        """Judge a process without heartbeats by a sample. elapsed_seconds: since the last call."""
         before, self._before = self._before, sample
         if before is not None:
             spent, reason = self._judge(before, sample, elapsed_seconds)
@@ -89,7 +88,7 @@ class ProgressWatch:
         return self._reason
 
     def _judge(self, before: Threads, now: Threads, elapsed: float) -> tuple[float, str]:
-        """Share of the time limit that this interval uses up, and the reason to report."""
+        """Return the share of the time limit that this interval uses, and the reason to report."""
         states = {thread.state for thread in now.values()}
         if states and states <= {"T", "t"}:
             return elapsed / STOPPED_SECONDS, "the engine process is stopped"
@@ -116,9 +115,9 @@ class Work:
 
 
 def sample_work(pid: int) -> Work:
-    """Add up the work of a process and its descendants. Those that have ended no longer count."""
+    """Add up the work of a process and its descendants, without those that have ended."""
     run_seconds, num_bytes, is_runnable = 0.0, 0, False
-    with contextlib.suppress(OSError, ValueError, IndexError):  # it may end while it is read
+    with contextlib.suppress(OSError, ValueError, IndexError):  # a process may end while it is read
         state, run_seconds = _read_stat(f"/proc/{pid}")
         is_runnable = state == "R"
         with open(f"/proc/{pid}/io") as file:
@@ -141,10 +140,10 @@ class StartWatch:
         self._idle_seconds = 0.0
 
     def idle_seconds(self, work: Work, elapsed_seconds: float) -> float:
-        """For how long nothing has been done. `elapsed_seconds` since the last call."""
+        """Return for how long nothing has been done. elapsed_seconds: since the last call."""
         before, self._before = self._before, work
         if before is not None:
-            ran = abs(work.run_seconds - before.run_seconds)  # less, when a child has ended: that is news, too
+            ran = abs(work.run_seconds - before.run_seconds)  # lower if a child has ended, which is activity, too
             moved = abs(work.num_bytes - before.num_bytes)
             works = ran >= IDLE_SHARE * elapsed_seconds or moved >= IDLE_BYTES_PER_SECOND * elapsed_seconds
             self._idle_seconds = 0.0 if works or work.is_runnable else self._idle_seconds + elapsed_seconds

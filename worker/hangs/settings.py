@@ -1,4 +1,4 @@
-"""Settings of how long an engine may stand still."""
+"""Settings of how long an engine may make no progress."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prometheus metrics of a worker, on the port for them."""
+"""Prometheus metrics of a worker, on a separate port."""

@@ -1,4 +1,4 @@
-"""Metrics of a worker: names, kinds and label sets, beside those of the engine's wings."""
+"""Metrics of a worker, in addition to those of the engine's wings: names, kinds and label sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's Prometheus metrics, observed once per report of its engine process, and the port that serves them."""
+"""A worker's Prometheus metrics, updated once per report of its engine process, and the port that serves them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from worker.messages import Pull, StepReport
 from worker.metrics_port.metrics import METRICS
 
 BLOCK_STATES = ("free", "cached", "used")
-NO_TRANSPORT = "none"  # of a pull that failed before one was chosen
+NO_TRANSPORT = "none"  # of a pull that failed before a transport was chosen
 
 
 class WorkerMetrics:
-    """Observes the reports that a front gets of its engine process. `serve` opens the port."""
+    """Observes the engine process's reports to a front. `serve` opens the port."""
 
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
@@ -47,7 +47,7 @@ class WorkerMetrics:
         self._step_tokens = metrics.step_histogram("vllm:iteration_tokens_total")
         self._step_seconds = metrics.step_histogram("mini_infer_step_seconds")
         self._of_wings = {spec.name: _WingMetric(metrics, spec) for spec in wing_specs("engine")}
-        for transport in info.transports:  # at 0: a rate begins with the first pull
+        for transport in info.transports:  # start at 0, so that a rate includes the first pull
             metrics.counter("mini_infer_kv_transfers", transport=transport)
             metrics.counter("mini_infer_kv_transfer_bytes", transport=transport)
             metrics.histogram("mini_infer_kv_transfer_seconds", transport=transport)
@@ -77,7 +77,7 @@ class WorkerMetrics:
             self._observe_pull(pull)
 
     def serve(self, host: str, port: int, server: RpcServer) -> None:
-        """Answer scrapes and health checks until the process ends. Raises ConfigError when the port is taken."""
+        """Answer scrapes and health checks until the process ends. Raises ConfigError if the port is taken."""
         serve_scrapes(self._set.render, host, port, Pulse(server))
 
     def _observe_step(self, load: pb.LoadReport) -> None:
@@ -97,7 +97,7 @@ class WorkerMetrics:
 
 
 class _WingMetric:
-    """A metric that a wing of the engine declares. The number of its label, if it has one, is a position."""
+    """A metric that a wing of the engine declares. Its label, if any, is the position of a value."""
 
     def __init__(self, metrics: MetricSet, spec: MetricSpec) -> None:
         self._metrics, self._spec = metrics, spec

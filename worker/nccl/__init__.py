@@ -1,1 +1,1 @@
-"""NCCL in a worker: its pool as messages, and communicators on its GPU."""
+"""NCCL in a worker: messages from and to its pool, and communicators on its GPU."""

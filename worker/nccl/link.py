@@ -1,4 +1,4 @@
-"""A communicator on a GPU and the order of its messages: a stream of its own, which ends with it."""
+"""A communicator on a GPU, and the stream that orders its messages and ends with it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger("engine")
 
 
 class Mark(Protocol):
-    """A place in the order of a link's messages."""
+    """A position in the sequence of a link's messages."""
 
     def query(self) -> bool:
-        """Whether all before it has arrived, or been sent."""
+        """Whether all messages before it have arrived or been sent."""
 
 
 class DeviceLink(Link, Protocol):
-    """A communicator and the order of its messages. Raises TransferError."""
+    """A communicator with ordered messages. Raises TransferError."""
 
     def send(self, data: Tensor, deadline: float) -> None: ...
 
@@ -35,10 +35,10 @@ class DeviceLink(Link, Protocol):
     def mark(self) -> Mark: ...
 
     def after(self, event: torch.cuda.Event | None) -> None:
-        """Let what comes now wait for the event."""
+        """Make later messages wait for the event."""
 
     def check(self) -> None:
-        """Raise TransferError when the communicator has failed."""
+        """Raise TransferError if the communicator has failed."""
 
     def abort(self, *kept: Tensor) -> None:
         """See Link. kept: memory that may be written until it has ended."""
@@ -55,7 +55,7 @@ class Connector(Protocol):
 
 
 class StreamLink:
-    """A communicator on a GPU, and a stream of its own."""
+    """A communicator on a GPU, with its own stream."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         """Raises TransferError."""
@@ -95,7 +95,7 @@ class StreamLink:
                 self._communicator.abort()
                 self._stream.synchronize()
                 cuda_memory.destroy_stream(self._address)
-        except torch.AcceleratorError:  # the engine's own next call reports it
+        except torch.AcceleratorError:  # the engine's next call reports it
             logger.exception("the device failed while a communicator ended")
         seconds = time.monotonic() - began
         logger.info("a communicator has ended after %.2f s; %d slots are free", seconds, len(kept))

@@ -1,10 +1,10 @@
-"""A worker's pool in GPU memory as NCCL sends from it and fills it: messages of many blocks, through two slots.
+"""NCCL transfers from and to a worker's pool in GPU memory: messages of many blocks, through two slots.
 
-The reader posts the receipt of two pieces and copies each to its blocks when it is there, with the kernel of
-`cuda_ipc`, while the next arrives. No copy to the pool is launched before its piece has arrived, so that whatever
-happens to the peer, nothing waits in front of the pool's blocks. The owner sends pieces from where they lie.
+The reader posts receives for two pieces and copies each to its blocks after arrival, with the kernel of `cuda_ipc`,
+while the next one arrives. No copy to the pool is launched before its piece has arrived, so whatever happens to the
+peer, no pending work can write to the pool's blocks. The owner sends consecutive blocks in place.
 
-Several threads use it at once, each with a link of its own; slots are lent to one transfer at a time.
+Several threads use it at once, each with its own link; one transfer at a time uses a pair of slots.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from worker.gpu_hand_off.device_pool import DevicePool
 from worker.gpu_hand_off.rank_pool import DeviceRankPool
 from worker.nccl.link import Connector, DeviceLink, Mark, NcclConnector
 
-# Large, because a message costs some 10 us; not the whole, because the copy of the last one comes after it.
+# Large, because a message costs some 10 us; not everything, because the copy of the last piece comes after it.
 PIECE_BYTES = 64 << 20
 NUM_SLOTS = 2
 PROBE_BYTES = 64
@@ -42,7 +42,7 @@ class NcclPool:
         self.gpu = connector.gpu
         self._pool, self._kernels = pool, kernels_for(pool.words.is_cuda)
         self._connector = connector
-        self._slots: list[list[Tensor]] = []  # that no transfer uses
+        self._slots: list[list[Tensor]] = []  # not used by any transfer
         self._prepared: set[tuple[int, HeadCopy | None]] = set()
         self._lock = threading.Lock()
 
@@ -59,18 +59,18 @@ class NcclPool:
             try:
                 (link.send if rank == OWNER else link.receive)(probe, deadline)
                 self._wait(link, link.mark(), deadline, link.check)
-            except BaseException:  # any: a peer must not wait for the rest
+            except BaseException:  # any error: a peer must not wait for the rest
                 link.abort(probe)
                 raise
             return link
 
     def piece_lengths(self, num_blocks: int, block_bytes: int) -> list[int]:
-        """As many equal pieces as PIECE_BYTES demands, and a last one that may be shorter."""
+        """Return equal lengths of at most PIECE_BYTES; the last piece may be shorter."""
         most = max(PIECE_BYTES // block_bytes, 1)
         return [min(most, num_blocks - first) for first in range(0, num_blocks, most)]
 
     def prepare(self, block_bytes: int, copy: HeadCopy | None, deadline: float) -> None:
-        """See NcclDevice. The first time, the kernel may have to be compiled, which takes seconds."""
+        """See NcclDevice. The first call may have to compile the kernel, which takes seconds."""
         if (block_bytes, copy) not in self._prepared:
             self._compile_copy(block_bytes, copy)
             self._prepared.add((block_bytes, copy))
@@ -107,8 +107,8 @@ class NcclPool:
                         linked.after(pool.mark())
                         marks.append(post(index + NUM_SLOTS))
                     first += length
-            except BaseException:  # any: the caller may free the pieces
-                pool.synchronize()  # copies of pieces that have arrived
+            except BaseException:  # any error: the caller may free the pieces
+                pool.synchronize()  # wait for copies of pieces that have arrived
                 raise
             return lists.download(digests)
 
@@ -142,7 +142,7 @@ class NcclPool:
             self._wait(linked, marks[-1], deadline, check)
 
     def _compile_copy(self, block_bytes: int, copy: HeadCopy | None) -> None:
-        """Copy a block of zeros to nowhere, as `receive` copies to the pool."""
+        """Compile the kernel that `receive` uses, by copying a block of zeros to scratch memory."""
         pool, num_words = self._pool, block_bytes // WORD_BYTES
         part, weights = None if copy is None else in_words(copy), pool.weights_of(num_words)
         with pool.stream(writes_pool=False):
@@ -153,7 +153,7 @@ class NcclPool:
             pool.synchronize()
 
     def _compile_gather(self) -> None:
-        """Copy a block of the pool to nowhere, as `send` copies to a slot."""
+        """Compile the kernel that `send` uses, by copying a block of the pool to scratch memory."""
         pool = self._pool
         ids = torch.zeros(1, dtype=torch.int64, device=pool.device)
         self._kernels.copy_blocks(pool.words, ids, torch.zeros_like(pool.words[:1]), ids)
@@ -161,17 +161,17 @@ class NcclPool:
 
     @contextlib.contextmanager
     def _borrowed(self, link: Link, num_bytes: int) -> Iterator[tuple[DeviceLink, list[Tensor]]]:
-        """The link, and slots of so many bytes. Whatever fails aborts it and leaves the slots to it until its end."""
-        linked: DeviceLink = link  # type: ignore[assignment]  # it came from `connect`
+        """Yield the link, and slots of `num_bytes`. A failure aborts the link, which keeps the slots to its end."""
+        linked: DeviceLink = link  # type: ignore[assignment]  # it was returned by `connect`
         with self._lock:
             slots = self._slots.pop() if num_bytes and self._slots else []
         if num_bytes and (not slots or slots[0].nbytes < num_bytes):
-            slots = []  # freed first
+            slots = []  # frees the smaller ones first
             size, device = -(-num_bytes // WORD_BYTES) * WORD_BYTES, self._pool.device
             slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         try:
             yield linked, [slot[:num_bytes] for slot in slots]
-        except BaseException:  # any: a peer must not wait for the rest
+        except BaseException:  # any error: a peer must not wait for the rest
             linked.abort(*slots)
             raise
         if slots:
@@ -179,7 +179,7 @@ class NcclPool:
                 self._slots.append(slots)
 
     def _wait(self, link: DeviceLink, mark: Mark, deadline: float, check: Callable[[], None]) -> None:
-        """Wait for a message. Raises TransferError when peer or communicator have failed, or the time is over."""
+        """Wait for a message. Raises TransferError if peer or communicator fail, or at the deadline."""
 
         def has_come() -> bool:
             if mark.query():
@@ -193,7 +193,7 @@ class NcclPool:
 
 
 def open_nccl(pool: LocalPool) -> NcclPool | None:
-    """NCCL for a pool on a GPU; None for another one, or where there is no library of it."""
+    """Return NCCL for a pool on a GPU; None for other pools, or without the library."""
     if not isinstance(pool, DeviceRankPool):
         return None
     library = nccl_library()
@@ -201,7 +201,7 @@ def open_nccl(pool: LocalPool) -> NcclPool | None:
 
 
 def _in_slots(pieces: Sequence[int]) -> list[BlockId]:
-    """Where in its slot each block lies."""
+    """Return each block's row in its slot."""
     return [BlockId(row) for length in pieces for row in range(length)]
 
 

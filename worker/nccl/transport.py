@@ -1,4 +1,4 @@
-"""`nccl`: GPU memory that cannot be mapped travels through a communicator of a pair of pools."""
+"""`nccl`: KV in GPU memory that cannot be mapped is sent through a communicator of two pools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.nccl.pool import NcclPool, open_nccl
 
 
 class NcclTransport(Transport):
-    """An address is the port of the owner's process, on the host of its service, and the UUID of the pool's GPU."""
+    """The address is the port of the owner's process, on its service's host, and the UUID of the pool's GPU."""
 
     name = NAME
     offered = "auto"

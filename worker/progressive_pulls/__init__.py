@@ -1,1 +1,1 @@
-"""Parts of prompts that peers pull while the rest is computed: leases on them, and what pulls them."""
+"""Parts of prompts that peers pull while the rest is computed: their leases and their loads."""

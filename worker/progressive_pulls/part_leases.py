@@ -1,7 +1,7 @@
-"""Leases on prompts in parts, while the rest is computed.
+"""Leases on parts of prompts while the rest is computed.
 
-A part is what each chunk but the last adds in full blocks, see docs/decisions/prefill-decode-hand-off.md. Called from
-the engine process's loop only.
+A part is the full blocks that a chunk, except the last one, adds; see docs/decisions/prefill-decode-hand-off.md.
+Called only from the engine process's loop.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from worker.progressive_pulls.settings import ProgressivePullSettings
 
 
 def kind_of_leases(worker: WorkerConfig) -> type[PromptLeases]:
-    """What leases prompts: also in parts, where that is wanted."""
+    """Return the class of prompt leases: with parts, if they are enabled."""
     return PartLeases if worker.of(ProgressivePullSettings).progressive_pull else PromptLeases
 
 
 class PartLeases(PromptLeases):
-    """Prompts are leased while they are computed, too."""
+    """Also leases prompts while they are computed."""
 
     def lease_parts(
         self, chunks: Iterable[PromptChunk], requests: Mapping[RequestId, OpenRequest], now: float
     ) -> Iterator[tuple[Lease, pb.KvOffer]]:
-        """Lease what a step's chunks have added to prompts."""
+        """Lease the blocks that a step's chunks have added to prompts."""
         for chunk in chunks:
             request = chunk.request
             entry = requests.get(request.request_id)
-            # A preempted prompt may come back in other blocks: the digests that are kept would not be theirs.
+            # A preempted prompt may get other blocks, for which the kept digests would be wrong.
             is_steady = request.status is RequestStatus.RUNNING and not request.num_preemptions
             if entry is None or not is_steady:
                 continue
@@ -62,10 +62,10 @@ class PartLeases(PromptLeases):
 
 
 def _num_leased(entry: OpenRequest) -> int:
-    """Leading blocks of the prompt that have been leased while the rest is computed."""
+    """Return the number of leading blocks of the prompt that have been leased in parts."""
     return len(entry.part_digests[0]) if entry.part_digests else 0
 
 
 def _appended(digests: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """Digests by rank, of consecutive blocks."""
+    """Append digests of the following blocks, by rank."""
     return [known + new for known, new in zip(digests, more, strict=True)] if digests else more

@@ -1,6 +1,6 @@
-"""Loads of requests, and prefetches: parts of prompts that a peer is still computing.
+"""Loads of requests, and prefetches of parts of prompts that a peer is still computing.
 
-Called from the engine process's loop only.
+Called only from the engine process's loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("engine")
 
 
 class ProgressiveLoads(KvLoads):
-    """Link between the engine and the puller for both kinds of loads: a prefetch is one without an owner."""
+    """Links the engine with the puller for both kinds of loads; a prefetch is a load without an owner."""
 
     def __init__(self, engine: Engine, puller: KvPuller, fence: Callable[[], None], can_read: bool = True) -> None:
         super().__init__(engine, puller, fence, can_read)
@@ -54,7 +54,7 @@ class ProgressiveLoads(KvLoads):
         cast("ProgressiveRemoteKv", self._engine.remote_kv).prefetch(lease, block_keys)
 
     def figures(self) -> Figures:
-        """See `engine.wings.Counting`: none, which costs nothing in a step, while they are as they were."""
+        """See `engine.wings.Counting`. Empty while nothing has changed, which costs nothing in a step."""
         if not self._has_news:
             return {}
         self._has_news = False

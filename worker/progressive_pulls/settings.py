@@ -1,4 +1,4 @@
-"""Settings of pulls of prompts that are still computed."""
+"""Settings of pulls of prompts that are still being computed."""
 
 from __future__ import annotations
 

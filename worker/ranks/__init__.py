@@ -1,1 +1,1 @@
-"""Workers of several processes: the pools of their ranks, and a pipeline stage on another host."""
+"""Workers of several processes: pools of their ranks, and pipeline stages on other hosts."""

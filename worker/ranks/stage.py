@@ -1,6 +1,6 @@
 """`python -m worker.ranks.stage`: the first stage of a pipeline whose engine runs on another host.
 
-It waits for an engine and starts a process for it, which ends with the engine's connection; then for the next one.
+It waits for an engine and starts a process for it, which ends with the engine's connection; then it waits again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _listen(config: StageConfig) -> socket.socket:
 
 
 def _admits(sock: socket.socket, token: str) -> bool:
-    """Answer the engine's first frame."""
+    """Answer the engine's first frame; return whether it is accepted."""
     sock.settimeout(HELLO_SECONDS)
     try:
         watch_peer(sock)
@@ -91,7 +91,7 @@ def _serve(sock: socket.socket) -> int:
         stdin=subprocess.DEVNULL,
         pass_fds=(sock.fileno(),),
     )
-    sock.close()  # else the engine would not see its end
+    sock.close()  # otherwise the engine would not notice the process's end
     try:
         return process.wait()
     finally:

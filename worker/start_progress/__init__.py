@@ -1,1 +1,1 @@
-"""What a worker says that it does while it starts."""
+"""Reports what a worker is doing while it starts."""

@@ -1,4 +1,4 @@
-"""Reports of a start: to the supervisor, by systemd's notification protocol (sd_notify(3)), and to the log."""
+"""Reports of a start: to the supervisor by systemd's notification protocol (sd_notify(3)), and to the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG_SECONDS = 10.0  # between lines about a start
 
 
 class StartReports:
-    """An `OnProgress`: tells the supervisor of a start as it goes, and the log every LOG_SECONDS."""
+    """An `OnProgress` that tells the supervisor about each stage of a start, and the log every LOG_SECONDS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,11 +32,11 @@ class StartReports:
 
 
 def report_status(text: str) -> None:
-    """Tell the supervisor, if there is one that listens, what this service is doing. Never waits, never raises."""
+    """Tell a listening supervisor what this service is doing. Never waits, never raises."""
     address = os.environ.get(NOTIFY_SOCKET, "")
     if not address:
         return
-    if address.startswith("@"):  # a name without a file
+    if address.startswith("@"):  # an abstract name, without a file
         address = "\0" + address[1:]
     with (
         contextlib.suppress(OSError),

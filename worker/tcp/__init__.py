@@ -1,1 +1,1 @@
-"""The port of a worker from which peers read KV by TCP."""
+"""The port of a worker from which peers read KV over TCP."""

@@ -13,9 +13,9 @@ from worker.tcp.settings import TcpSettings
 
 
 def sending_service(worker: WorkerConfig, shm_sockets: Sequence[str]) -> Callable[..., KvTransferService]:
-    """Listen; return what makes the service of KvTransferService's arguments.
+    """Listen, and return a function that makes the service from KvTransferService's arguments.
 
-    shm_sockets: that hand out descriptors of the pools of all ranks. Raises ConfigError, UnavailableError,
+    shm_sockets: sockets that hand out descriptors of all ranks' pools. Raises ConfigError, UnavailableError,
     TransferError.
     """
     sender = BlockServer(worker.host, worker.of(TcpSettings).kv_port)
