@@ -1,1 +1,1 @@
-"""A load generator for OpenAI-compatible servers: workload, client, runner, results. Knows no server's inside."""
+"""A load generator for OpenAI-compatible servers: workload, client, runner, results. Knows no server's internals."""

@@ -1,7 +1,7 @@
 """`mini-infer bench`: load any OpenAI-compatible server and report client-side latency and throughput.
 
-Turns flags into a workload and a target, runs them, prints, and writes JSON and a plot. The parts are in
-`cli/load`; nothing here or there knows which server answers.
+Converts flags to a workload and a target, runs them, prints, and writes JSON and a plot. Neither this module nor the
+others in `cli/load` know which server answers.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class WorkloadConfig:
 
     @property
     def is_closed(self) -> bool:
-        """Whether requests wait for the ends of others, not for a time."""
+        """Whether requests wait for the ends of others rather than for a time."""
         return not (self.request_rate or self.trace)
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """The report to write. Raises ConfigError for what could not be written, before anything is measured."""
+    """The report to write. Raises ConfigError before the measurement if a file could not be written."""
 
     slo_ttft_ms: float = setting(0.0, "objective for the time to first token; 0: none")
     slo_itl_ms: float = setting(0.0, "objective for the 99th percentile of a request's gaps; 0: none")
@@ -111,9 +111,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Exit code 1 when no request succeeded, 130 after Ctrl-C, which ends the measurement."""
+    """Run the command. Return 1 if no request succeeded, 130 after Ctrl-C, which ends the measurement."""
     namespace = build_parser().parse_args(argv)
-    # Only the key comes from the environment: MINI_INFER_MODEL and the like are a server's settings.
+    # Only the key is read from the environment: MINI_INFER_MODEL and others are a server's settings.
     env = {name: value for name, value in os.environ.items() if name == "MINI_INFER_API_KEY"}
     target = from_namespace(TargetConfig, namespace, env)
     workload = from_namespace(WorkloadConfig, namespace, {})
@@ -138,7 +138,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:
-    """Number of requests, and the requests."""
+    """Return the number of requests, and the requests."""
     maker = PromptMaker(workload.vocab_size)
     if workload.trace:
         seconds_of_trace = workload.duration * workload.trace_scale
@@ -156,10 +156,11 @@ def plan(workload: WorkloadConfig) -> tuple[int, Iterable[PlannedRequest]]:
 
 
 async def drive(target: TargetConfig, workload: WorkloadConfig) -> tuple[list[RequestRecord], bool]:
-    """Warm up, then send the workload, showing progress; what has ended, and whether Ctrl-C stopped the rest."""
+    """Warm up, then send the workload and show progress. Return finished records, and whether Ctrl-C stopped the
+    rest."""
     client = Client(target, target.timeout_seconds)
     total, requests = plan(workload)
-    rng_seed = workload.seed + 1  # warm-up prompts must not be in the prefix cache of the measured ones
+    rng_seed = workload.seed + 1  # warm-up prompts must not put the measured ones into the prefix cache
     warmup = random_workload(
         PromptMaker(workload.vocab_size), workload.warmup, (32, 64), (WARMUP_OUTPUT_TOKENS,) * 2, 0.0, rng_seed
     )
@@ -190,7 +191,7 @@ async def drive(target: TargetConfig, workload: WorkloadConfig) -> tuple[list[Re
 
 
 def show(summary: dict[str, Any]) -> None:
-    """The summary as tables for a person, on standard error."""
+    """Print the summary as tables on standard error."""
     console = Console(stderr=True)
     console.print(
         f"{summary['num_completed']}/{summary['num_requests']} requests in {summary['duration_seconds']:.2f} s: "

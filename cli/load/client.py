@@ -1,8 +1,8 @@
 """A small HTTP/1.1 client that reads server-sent events with little work per chunk.
 
-One `Connection` carries one request at a time and is used again after it. `Client.complete` never raises for
-what a server or the network does: the record's `error` names the kind. Parsing is httptools' and orjson's.
-Times are time.perf_counter's: uvloop's own clock has a resolution of one millisecond.
+A `Connection` carries one request at a time and is reused. `Client.complete` never raises for errors of server or
+network: the record's `error` names the kind. httptools and orjson parse. Times are from time.perf_counter, since
+uvloop's clock has a resolution of one millisecond.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MAX_REFUSAL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Target:
-    """The server under load and how it is asked. `url` is its root, without /v1."""
+    """The server under load, and how to send requests to it. `url` is its root, without /v1."""
 
     url: str
     model: str
     api_key: str = ""
     endpoint: str = "completions"  # or "chat"
-    exact_output: bool = True  # ignore_eos and min_tokens: not of OpenAI, but of most servers
+    exact_output: bool = True  # ignore_eos and min_tokens: not part of OpenAI's API, but most servers have them
     temperature: float = 0.0
 
     @property
@@ -43,7 +43,7 @@ class Target:
         )
 
     def body(self, request: PlannedRequest) -> bytes:
-        """The JSON body of one streamed request."""
+        """Return the JSON body of one streamed request."""
         fields: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.num_output_tokens,
@@ -62,7 +62,7 @@ class Target:
         return orjson.dumps(fields)
 
     def head(self, content_length: int) -> bytes:
-        """The request line and headers."""
+        """Return the request line and headers."""
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         return (
             f"POST {self.path} HTTP/1.1\r\nHost: {urlsplit(self.url).netloc}\r\nContent-Type: application/json\r\n"
@@ -71,7 +71,7 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. `ask` fills a record; the methods below are called by asyncio and by httptools."""
+    """One connection. `ask` fills a record; asyncio and httptools call the methods below."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -105,11 +105,11 @@ class Connection(asyncio.Protocol):
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports don't inherit from asyncio's
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from asyncio's
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        if self._done is None:  # bytes that nobody asked for
+        if self._done is None:  # bytes without a request
             self.close()
             return
         self._now = time.perf_counter() - self._begin
@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status != 200:
             self._record.error = f"http {status}"
-            with contextlib.suppress(orjson.JSONDecodeError):  # a proxy's page: the status has to do
+            with contextlib.suppress(orjson.JSONDecodeError):  # a proxy's page: only the status is reported
                 self._record.message = message_of(orjson.loads(self._refusal))
         elif not self._events.is_complete and not self._record.error:
             self._record.error = "incomplete"
@@ -157,7 +157,7 @@ class Client:
     """Keeps connections to one server. `complete` is safe to call from many tasks."""
 
     def __init__(self, target: Target, timeout_seconds: float = 600.0, stop_after_seconds: float = math.inf) -> None:
-        """stop_after_seconds: from the run's begin on; answers that are not complete by then time out, too."""
+        """stop_after_seconds: counted from the run's begin; answers that are incomplete by then time out, too."""
         parts = urlsplit(target.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {target.url!r}: give the server's root, such as http://127.0.0.1:8000")
@@ -168,10 +168,10 @@ class Client:
         self._timeout = timeout_seconds
         self._stop_after = stop_after_seconds
         self._idle: list[Connection] = []
-        self._open: dict[int, RequestRecord] = {}  # by its id()
+        self._open: dict[int, RequestRecord] = {}  # by the record's id()
 
     def open_records(self) -> list[RequestRecord]:
-        """Records of the requests that have not ended. May be called from another thread."""
+        """Return the records of requests in progress. May be called from another thread."""
         return list(self._open.values())
 
     async def complete(self, request: PlannedRequest, scheduled: float, begin: float) -> RequestRecord:
@@ -186,9 +186,9 @@ class Client:
                 try:
                     await connection.ask(self._target.head(len(body)), body, record, begin)
                 except BaseException:  # a timeout, or the end of the program
-                    connection.close()  # its answer must not meet the next question
+                    connection.close()  # the next request must not get this one's answer
                     raise
-        except TimeoutError:  # before OSError, which is its base
+        except TimeoutError:  # before OSError, its base class
             record.error = "timeout"
             return record
         except OSError:

@@ -1,7 +1,7 @@
-"""`mini-infer demo`: a short tour of a running or temporary cluster, with what was measured on the way.
+"""`mini-infer demo`: a short tour of a running or temporary cluster, with measurements.
 
-One answer; eight at once; the same long prefix twice; a tool call; a cancelled answer. Calls `cli/client` only.
-With --compare, optimizations are measured on engines that are started for it (`cli/comparisons`).
+One answer; eight at once; the same long prefix twice; a tool call; a cancelled answer. Uses only `cli/client`. With
+--compare, optimizations are measured on engines started for it (`cli/comparisons`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PREFIX_SENTENCES = 30  # fits the context of the dry-run model, whose tokens are
 def ask(
     client: ApiClient, model: str, question: str, show: bool = False, max_tokens: int = MAX_TOKENS
 ) -> RequestRecord:
-    """Ask for one greedy answer, on standard output when `show`."""
+    """Ask for one greedy answer, printed on standard output if `show`."""
     record = RequestRecord()
     messages: list[Message] = [{"role": "user", "content": question}]
     pieces = client.stream_chat(model, messages, record, temperature=0, max_tokens=max_tokens)
@@ -58,7 +58,7 @@ def ask(
 
 
 def tool_call(client: ApiClient, model: str) -> str:
-    """The call that the model makes, as one line, or why there is none."""
+    """Return the model's tool call as one line, or why there is none."""
     try:
         message = client.chat(
             model, [{"role": "user", "content": TOOL_QUESTION}], tools=[WEATHER], tool_choice=NAMED,
@@ -71,7 +71,7 @@ def tool_call(client: ApiClient, model: str) -> str:
 
 
 def cancel(client: ApiClient, model: str, num_pieces: int) -> float:
-    """Stop reading after `num_pieces`; seconds until the next short request has its whole answer."""
+    """Stop reading after `num_pieces`. Return the seconds until the next short request has its whole answer."""
     messages: list[Message] = [{"role": "user", "content": "Count from one to one thousand in words."}]
     stream = client.stream_chat(model, messages, RequestRecord(), temperature=0, max_tokens=512, ignore_eos=True)
     with contextlib.closing(stream):
@@ -83,14 +83,14 @@ def cancel(client: ApiClient, model: str, num_pieces: int) -> float:
 
 
 def tour(client: ApiClient, model: str, console: Console) -> Table:
-    """All five scenes; what was measured."""
+    """Show all five scenes; return the measurements."""
     table = Table("scene", "first token", "tokens/s", "tokens", "prompt tokens cached", title=model)
 
     def row(scene: str, rate: float, *answers: RequestRecord) -> None:
         table.add_row(
             scene,
             f"{max((record.ttft for record in answers if record.chunk_times), default=0.0) * 1e3:.0f} ms",
-            f"{rate:.1f}" if rate else "-",  # of an answer in one piece
+            f"{rate:.1f}" if rate else "-",  # none for an answer in one piece
             str(sum(record.num_output_tokens for record in answers)),
             f"{sum(record.num_cached_tokens for record in answers)} of "
             f"{sum(record.num_prompt_tokens for record in answers)}",
@@ -160,7 +160,7 @@ def compare_here(arguments: argparse.Namespace, serve_flags: Sequence[str]) -> N
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command."""
+    """Run the command."""
     arguments, serve_flags = parse_with_serve_flags(build_parser(), argv)
     if arguments.svg and not arguments.compare:
         raise ConfigError("--svg draws what --compare shows: add --compare")

@@ -1,4 +1,4 @@
-"""One picture of a run: how TTFT and ITL are distributed, and tokens a second over time. Needs matplotlib."""
+"""A picture of a run: distributions of TTFT and ITL, and tokens per second over time. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.errors import ConfigError
 
 
 def tokens_over_time(records: Sequence[RequestRecord], bin_seconds: float) -> list[float]:
-    """Output tokens a second in consecutive bins. A request's tokens are spread evenly over its chunks."""
+    """Return output tokens per second in consecutive bins. A request's tokens are spread evenly over its chunks."""
     chunks = [
         (time, record.num_output_tokens / len(record.chunk_times))
         for record in records
@@ -27,7 +27,7 @@ def tokens_over_time(records: Sequence[RequestRecord], bin_seconds: float) -> li
 
 
 def plot(records: Sequence[RequestRecord], path: Path, title: str) -> None:
-    """Write the picture to `path`. Raises ConfigError when the file can't be written."""
+    """Write the picture to `path`. Raises ConfigError if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

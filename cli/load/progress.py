@@ -1,6 +1,6 @@
-"""Progress of a run on standard error: a bar in a terminal, a line now and then elsewhere.
+"""Progress of a run on standard error: a bar in a terminal, otherwise a line at intervals.
 
-Drawn four times a second, because it takes the interpreter from the client whose times are measured.
+Drawn four times a second, because drawing takes the interpreter from the measured client.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LINE_SECONDS = 10.0
 
 
 class RunProgress:
-    """Counts of a run. `on_done` takes a request that has ended."""
+    """Counts of a run. `on_done` takes each finished request."""
 
     def __init__(self, total: int, open_records: Callable[[], Collection[RequestRecord]]) -> None:
-        """open_records: requests that have not ended; a chunk counts as a token until their usage is known."""
+        """open_records: returns requests in progress; each chunk counts as a token until their usage is known."""
         self.total = total
         self.num_done = 0
         self._num_failed = 0
@@ -38,20 +38,20 @@ class RunProgress:
         self._num_tokens += record.num_output_tokens or len(record.chunk_times)
 
     def speed(self) -> str:
-        """Tokens a second since the start, and how many requests failed."""
+        """Return tokens per second since the start, and the number of failed requests."""
         tokens = self._num_tokens + sum(len(record.chunk_times) for record in self._open_records())
         rate = tokens / max(time.monotonic() - self._begin, 1e-9)
         return f"{rate:.0f} tok/s, {self._num_failed} failed"
 
     def line(self) -> str:
-        """All of it, for a log."""
+        """Return everything in one line, for a log."""
         seconds = time.monotonic() - self._begin
         return f"{self.num_done}/{self.total} requests in {seconds:.0f} s, {self.speed()}"
 
 
 @contextlib.asynccontextmanager
 async def shown(progress: RunProgress, line_seconds: float = LINE_SECONDS) -> AsyncIterator[None]:
-    """Show the progress of what runs inside."""
+    """Show the progress of the code inside the context."""
     if sys.stderr.isatty():
         with _bar(progress):
             yield

@@ -1,7 +1,7 @@
-"""Summarize the events of single requests: percentiles, throughput, goodput. Pure.
+"""Summarizes the records of single requests: percentiles, throughput, goodput. Pure.
 
 TTFT: request sent to first chunk. ITL: gap between two chunks of one request. TPOT: time after the first token
-over the tokens after it. E2E: request sent to last byte. Goodput: requests a second that met every objective.
+divided by the tokens after it. E2E: request sent to last byte. Goodput: requests per second that met all objectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """A request is good when its TTFT and the 99th percentile of its gaps stay below these; 0: no objective."""
+    """A request is good if its TTFT and the 99th percentile of its gaps are below these; 0: no objective."""
 
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
@@ -33,7 +33,7 @@ class Objectives:
 
 
 def percentile(values: Sequence[float], quantile: float) -> float:
-    """Linear interpolation between the closest ranks, as numpy's default. `values` must not be empty."""
+    """Interpolate linearly between the closest ranks, as numpy does by default. `values` must not be empty."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * quantile
     low = math.floor(position)
@@ -42,7 +42,7 @@ def percentile(values: Sequence[float], quantile: float) -> float:
 
 
 def distribution_ms(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles of seconds, in milliseconds; None without values."""
+    """Return mean and percentiles of seconds in milliseconds; None without values."""
     if not values:
         return None
     shown = {"mean": sum(values) / len(values) * 1e3}
@@ -52,7 +52,7 @@ def distribution_ms(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarize(records: Sequence[RequestRecord], duration_seconds: float, objectives: Objectives) -> dict[str, Any]:
-    """Everything that a report needs, as plain JSON values. `duration_seconds`: first send to last byte."""
+    """Return all figures of a report as plain JSON values. `duration_seconds`: first send to last byte."""
     done = [record for record in records if not record.error]
     streamed = [record for record in done if record.chunk_times]
     duration = max(duration_seconds, 1e-9)

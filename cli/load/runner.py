@@ -1,4 +1,4 @@
-"""Sends a workload: a closed loop (N at a time) or an open one (each at its time, whatever the server does)."""
+"""Sends a workload in a closed loop (N requests at a time) or an open one (each request at its time)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from cli.client.event_stream import RequestRecord
 from cli.load.workload import PlannedRequest
 
-# (request, scheduled, begin) -> record; `Client.complete`, or a test's stand-in
+# (request, scheduled, begin) -> record; `Client.complete`, or a test's substitute
 Send = Callable[[PlannedRequest, float, float], Awaitable[RequestRecord]]
 OnDone = Callable[[RequestRecord], None]
 
@@ -45,7 +45,7 @@ async def open_loop(
     concurrency: int = 0,
     stop_after_seconds: float = 0.0,
 ) -> list[RequestRecord]:
-    """Send each request at its time; `concurrency` bounds how many are open (0: no bound)."""
+    """Send each request at its time; `concurrency` limits how many are open (0: no limit)."""
     begin = time.perf_counter()
     records: list[RequestRecord] = []
     free = asyncio.Semaphore(concurrency) if concurrency else None

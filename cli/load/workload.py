@@ -1,8 +1,8 @@
 """Workloads: random prompts or a recorded trace, as a list of `PlannedRequest`. Pure and seeded.
 
-A prompt is made of units: words, each about one token of a usual vocabulary, or token ids when the size of the
-vocabulary is given. Equal blocks of a trace become equal units at the same positions, so that prefixes which
-were shared when the trace was recorded are shared again.
+A prompt consists of units: words, each about one token in common vocabularies, or token ids if the size of the
+vocabulary is given. Equal blocks of a trace become equal units at the same positions, so that prefixes shared in the
+recording are shared again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from common.errors import ConfigError
 
-TRACE_BLOCK_TOKENS = 512  # tokens that one hash id of a Mooncake trace stands for
-FIRST_TOKEN_ID = 3  # below: special tokens in most vocabularies
+TRACE_BLOCK_TOKENS = 512  # tokens per hash id in a Mooncake trace
+FIRST_TOKEN_ID = 3  # lower ids are special tokens in most vocabularies
 
-# Frequent English words; one token each, with the space before it, in usual vocabularies.
+# Frequent English words; each is one token, with the space before it, in common vocabularies.
 _FREQUENT = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word "
     "but not what all were we when your can said there use an each which she do how their if will up other about "
@@ -36,7 +36,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: when (seconds after the start; closed loops ignore it), what, and how many tokens back."""
+    """One request: time (seconds after the start; ignored by closed loops), prompt, and number of output tokens."""
 
     at_seconds: float
     prompt: Prompt
@@ -45,7 +45,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One recorded request. `block_ids`: equal ids at equal positions are equal tokens; empty: unknown."""
+    """One recorded request. block_ids: equal ids at equal positions mean equal tokens; empty: unknown."""
 
     at_seconds: float
     num_input_tokens: int
@@ -54,7 +54,7 @@ class TraceRow:
 
 
 class PromptMaker:
-    """Makes prompts of a given length. `vocab_size` 0: text; else lists of token ids below it."""
+    """Makes prompts of a given length. vocab_size 0: text; otherwise lists of token ids below it."""
 
     def __init__(self, vocab_size: int = 0) -> None:
         if vocab_size and vocab_size <= FIRST_TOKEN_ID:
@@ -62,11 +62,11 @@ class PromptMaker:
         self._vocab_size = vocab_size
 
     def fresh(self, rng: random.Random, length: int) -> Prompt:
-        """A prompt that shares no prefix with another one, up to chance."""
+        """Return a prompt that shares no prefix with others, except by chance."""
         return self._join(self._units(rng, length))
 
     def from_blocks(self, row: TraceRow, row_number: int, block_tokens: int, seed: int) -> Prompt:
-        """The prompt of a trace row: block by block from its id, the rest from the row's own noise."""
+        """Return the prompt of a trace row: each block from its id, the rest from random units of the row."""
         units: list[int] = []
         for block_id in row.block_ids:
             units += self._units(random.Random(f"{seed}/block/{block_id}"), block_tokens)
@@ -85,7 +85,7 @@ class PromptMaker:
 
 
 def parse_range(text: str, flag: str) -> tuple[int, int]:
-    """`"128"` or `"100-1024"`, both ends included. Raises ConfigError."""
+    """Parse `"128"` or `"100-1024"`, both ends included. Raises ConfigError."""
     low, dash, high = text.partition("-")
     try:
         bounds = int(low), int(high if dash else low)
@@ -104,7 +104,7 @@ def random_workload(
     request_rate: float,
     seed: int,
 ) -> list[PlannedRequest]:
-    """Independent requests; `request_rate` a second with exponential gaps (Poisson), 0: all at once."""
+    """Return independent requests: `request_rate` per second with exponential gaps (Poisson), 0: all at once."""
     rng = random.Random(seed)
     at_seconds = 0.0
     planned = []
@@ -119,9 +119,9 @@ def random_workload(
 def trace_workload(
     maker: PromptMaker, rows: Sequence[TraceRow], rate_scale: float, length_scale: float, seed: int
 ) -> Iterator[PlannedRequest]:
-    """A trace replayed `rate_scale` times as fast, with all lengths (blocks too) multiplied by `length_scale`.
+    """Replay a trace `rate_scale` times as fast, with all lengths, also of blocks, multiplied by `length_scale`.
 
-    Prompts are made when they are due: a whole trace of them would fill the memory.
+    Prompts are made when they are due: those of a whole trace would fill the memory.
     """
     block_tokens = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
     for number, row in enumerate(rows):
@@ -136,9 +136,9 @@ def trace_workload(
 
 
 def read_trace(path: Path, max_requests: int = 0, duration_seconds: float = 0.0) -> list[TraceRow]:
-    """Rows of a Mooncake JSONL or an Azure CSV trace, from its first one on. 0: no limit. Raises ConfigError.
+    """Read a Mooncake JSONL or an Azure CSV trace from its first row on. 0: no limit. Raises ConfigError.
 
-    Mooncake's clock ticks every three seconds: rows of the same tick are spread evenly until the next one.
+    Mooncake's clock ticks every three seconds: rows of one tick are spread evenly until the next.
     """
     reader = _read_azure if path.suffix == ".csv" else _read_mooncake
     rows: list[TraceRow] = []
@@ -158,7 +158,7 @@ def read_trace(path: Path, max_requests: int = 0, duration_seconds: float = 0.0)
 
 
 def _spread(rows: Iterable[TraceRow]) -> Iterator[TraceRow]:
-    """Divide the time from one moment to the next among the rows of the first."""
+    """Spread rows with equal times evenly over the interval to the next time."""
     groups = (list(group) for _, group in itertools.groupby(rows, key=lambda row: row.at_seconds))
     last = next(groups, [])
     interval = 0.0
@@ -186,7 +186,7 @@ def _read_azure(path: Path) -> Iterator[TraceRow]:
     begin: datetime | None = None
     with path.open(encoding="utf-8", newline="") as lines:
         for row in csv.DictReader(lines):
-            # Seven decimals in the file, six in Python.
+            # The file has seven decimals, Python supports six.
             moment = datetime.fromisoformat(row["TIMESTAMP"][:26])
             begin = begin or moment
             yield TraceRow((moment - begin).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))

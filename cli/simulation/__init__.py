@@ -1,5 +1,5 @@
-"""A cluster in simulated time: the router's policy and the engine's scheduler as they are, steps and pulls as costs.
+"""A cluster in simulated time: the real policy and scheduler, with steps and pulls replaced by cost models.
 
-`clock.py` has events in order of time, `worker.py` an engine whose steps take the time of a cost model, `cluster.py`
-the way of a request through router and workers, `simulate.py` the command.
+`clock.py` orders events by time, `worker.py` has an engine whose steps take the time of a cost model, `cluster.py`
+follows a request through router and workers, `simulate.py` is the command.
 """

@@ -1,7 +1,7 @@
-"""`mini-infer simulate --against URL`: a simulation and a running cluster under the same load, and how they differ.
+"""`mini-infer simulate --against URL`: compares a simulation with a running cluster under the same load.
 
-First a load of random requests, during which the cluster is asked what its steps take, and some of them one at a
-time. Then the trace. A simulation gets each request when it was really sent.
+First come random requests, during which the cluster is asked for its step times, and some requests one at a time;
+then the trace. The simulation gets each request at the time when it was really sent.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from engine.simulated.step_cost import SimulatedCost
 
 FITS = 3
 NUM_ALONE = 30
-SEEN = 0.75  # of the errors of a line that a parabola may leave
-LOOK_SECONDS = 1.0  # what a cluster knows of its steps fades after about 50
+SEEN = 0.75  # a parabola is used if its errors are below this share of a line's
+LOOK_SECONDS = 1.0  # interval of queries; a cluster's measurements of its steps fade after about 50 seconds
 PAUSE_SECONDS = 5.0  # between loads
-HAND_OVER_MESSAGES = 2  # from the prefill worker to the router, and to the decode worker
-MEAN, TAIL = 0.05, 0.10  # errors that are asked for: of throughput and means, of 99th percentiles
+HAND_OVER_MESSAGES = 2  # from the prefill worker to the router, and on to the decode worker
+MEAN, TAIL = 0.05, 0.10  # target errors: of throughput and means, of 99th percentiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """One figure of both, and the error that is asked for; 0: none is."""
+    """A figure of cluster and simulation, and the target for its error; 0: none."""
 
     name: str
     measured: float
@@ -50,7 +50,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative to the measured value."""
+        """The error relative to the measured value."""
         return self.simulated / self.measured - 1.0
 
     @property
@@ -60,19 +60,19 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A load in the order in which a cluster got it: requests, each at that time, and their records."""
+    """A load in the order in which the cluster got it: requests with these times, and their records."""
 
     planned: list[PlannedRequest]
     records: list[RequestRecord]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
+        """Number of tokens in each prompt."""
         return [len(request.prompt) for request in self.planned]
 
 
 def against(url: str, config: ClusterConfig, workload: WorkloadConfig) -> dict[str, Any]:
-    """Compare, and print a table; plain values for JSON. Raises ConfigError."""
+    """Compare, print a table, and return plain values for JSON. Raises ConfigError."""
     require(bool(workload.trace), "--against replays a --trace")
     require(workload.vocab_size > 0, "--against needs --vocab-size: prompts of token ids are as long for both")
     load = dataclasses.replace(workload, trace="", request_rate=workload.request_rate or _rate(workload))
@@ -97,10 +97,10 @@ def against(url: str, config: ClusterConfig, workload: WorkloadConfig) -> dict[s
 
 
 def fitted(config: ClusterConfig, crowd: Sent, alone: Sent) -> ClusterConfig:
-    """Correct the settings until medians of both loads are those that were measured.
+    """Adjust the settings until the medians of both loads match the measurements.
 
-    `base` by the gaps of the crowd, prompt tokens by first and messages by second tokens of requests that were alone,
-    what a router adds by all first tokens. What a cluster has measured of its own steps contains accidents, which
+    `base` follows the gaps of the crowd, prompt tokens and messages the first and second tokens of requests that were
+    alone, and the router's time all first tokens. A cluster's own measurements of its steps contain outliers, which
     medians leave out.
     """
     for _ in range(FITS):
@@ -127,18 +127,18 @@ def fitted(config: ClusterConfig, crowd: Sent, alone: Sent) -> ClusterConfig:
 
 
 def _late(sent: Sent, simulated: Sequence[RequestRecord]) -> list[float]:
-    """Seconds by which each first token came later than the simulated one."""
+    """Return the seconds by which each first token came later than in the simulation."""
     return [real.ttft - made.ttft for real, made in zip(sent.records, simulated, strict=True)]
 
 
 def _late_hand_over(config: ClusterConfig, alone: Sent) -> float:
-    """Seconds by which second tokens come later than simulated ones where another worker computes them."""
+    """Return by how many seconds second tokens from another worker are later than in the simulation."""
     if not config.prefill_workers:
         return 0.0
     late = [
         record.gaps[0] - simulated.gaps[0]
         for record, simulated in zip(alone.records, _simulated(config, alone), strict=True)
-        if record.num_prompt_tokens > config.local_prefill_tokens and record.gaps  # none where two tokens came as one
+        if record.num_prompt_tokens > config.local_prefill_tokens and record.gaps  # no gap if two tokens came as one
     ]
     return median(late or [0.0])
 
@@ -148,8 +148,8 @@ def _median_gap(records: Sequence[RequestRecord]) -> float:
 
 
 def _parabola(x: Sequence[float], y: Sequence[float], least: float) -> tuple[float, float]:
-    """a and b of a x^2 / 2 + b x + c through points, by medians. a is `least` unless a greater one is clearly seen:
-    beyond these points it would matter more than among them."""
+    """Fit a and b of a x^2 / 2 + b x + c by medians. a is `least` unless a larger one is clearly visible, since
+    beyond the measured points it would matter more than among them."""
     chords = [((x1 + x2) / 2, (y2 - y1) / (x2 - x1)) for (x1, y1), (x2, y2) in _pairs(x, y)]
     found = []
     for a in (least, max(_slope(*zip(*chords, strict=True)), least) if chords else least):
@@ -164,7 +164,7 @@ def _parabola(x: Sequence[float], y: Sequence[float], least: float) -> tuple[flo
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Fit a line by the median slope of all pairs (Theil and Sen), which outliers do not bend."""
+    """Fit a line by the median slope of all pairs (Theil and Sen), which is robust to outliers."""
     return median([(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in _pairs(x, y)] or [0.0])
 
 
@@ -200,14 +200,14 @@ def show(rows: Sequence[Compared], config: ClusterConfig, console: Console) -> N
 
 
 def _rate(workload: WorkloadConfig) -> float:
-    """Requests a second of the trace."""
+    """Return the trace's mean requests per second."""
     _, planned = plan(workload)
     times = [request.at_seconds for request in planned]
     return len(times) / max(times[-1], 1e-9)
 
 
 def _send(target: TargetConfig, workload: WorkloadConfig, client: ApiClient, looks: list[Mapping[str, Any]]) -> Sent:
-    """Send a load. looks: at workers meanwhile."""
+    """Send a load. looks: gets the states of workers during the load."""
     is_over = threading.Event()
 
     def look() -> None:
@@ -231,7 +231,7 @@ def _send(target: TargetConfig, workload: WorkloadConfig, client: ApiClient, loo
 
 
 def _simulated(config: ClusterConfig, *loads: Sent) -> list[RequestRecord]:
-    """Records of loads that follow each other, in the order of their requests: routers learn from the first."""
+    """Simulate consecutive loads, since routers learn from the first; return records in the order of requests."""
     cluster, begin = SimulatedCluster(spec_of(config)), 0.0
     everything: list[PlannedRequest] = []
     for load in loads:

@@ -1,4 +1,4 @@
-"""Takes what a running cluster has measured of its workers for those of a simulation."""
+"""Uses a running cluster's measurements of its workers for the workers of a simulation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from common.pairs import num_pairs
 from engine.simulated.step_cost import SimulatedCost
 
 PARTS = [field.name for field in fields(SimulatedCost) if field.name != "spread"]
-ROWS, TOKENS = 8, 512  # of a step that decodes such contexts, of one that computes such a prompt
+ROWS, TOKENS = 8, 512  # rows of a reference decode step, and tokens of their contexts and of a reference prompt step
 
 
 def calibrated(config: ClusterConfig) -> ClusterConfig:
-    """The settings with the steps and sizes of the cluster that `like` names. Raises ConfigError."""
+    """Return the settings with step costs and sizes of the cluster at `like`. Raises ConfigError."""
     if not config.like:
         return config
     with ApiClient(config.like, config.api_key) as client:
@@ -26,10 +26,11 @@ def calibrated(config: ClusterConfig) -> ClusterConfig:
 
 
 def calibrated_by(config: ClusterConfig, workers: Sequence[Mapping[str, Any]]) -> ClusterConfig:
-    """workers: of one or more `GET /v1/cluster`. What rows, contexts and prompts add is the median of those who have
-    measured it; what a step takes at all, `base` and `prompt_token`, then makes usual steps last as long as theirs.
+    """Return the settings with costs of measured workers, from one or more `GET /v1/cluster`.
 
-    Pulls stay as they are: what a cluster knows of them has the fixed part of short ones in its rate.
+    The costs of rows, contexts and prompts are medians over the workers that have measured them; the base costs,
+    `base` and `prompt_token`, are then set so that typical steps take as long as theirs. Pulls are unchanged: a
+    cluster's measured rate includes the fixed costs of short ones.
     """
     known = [worker for worker in workers if worker.get("step_seconds_by_part")]
     costs = [SimulatedCost(**worker["step_seconds_by_part"]) for worker in known]
@@ -57,5 +58,5 @@ def calibrated_by(config: ClusterConfig, workers: Sequence[Mapping[str, Any]]) -
 
 
 def steps_of(parts: Mapping[str, float]) -> str:
-    """Parts of a step by name, as `SimulatedCost.parse` reads them."""
+    """Format the parts of a step cost for `SimulatedCost.parse`."""
     return ",".join(f"{name}={parts[name]!r}" for name in PARTS if name in parts)

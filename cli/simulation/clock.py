@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Runs actions in the order of their times; those of one time in the order in which they were asked for."""
+    """Runs actions in order of time; actions at the same time run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
@@ -22,7 +22,7 @@ class Clock:
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run until no action is left."""
         while self._events:
             self.now, _, action = heapq.heappop(self._events)
             action()

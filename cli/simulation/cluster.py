@@ -1,6 +1,6 @@
-"""The way of a request through a cluster in simulated time: router, prefill, pull, decode.
+"""The path of a request through a cluster in simulated time: router, prefill, pull, decode.
 
-Chooses by the router's own policies, from what its index and its counts say.
+Chooses with the router's policies, from its index and its counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from router.routing.worker_view import Work
 
 @dataclass(slots=True, eq=False)
 class _Choice:
-    """One request on its way."""
+    """One request in progress."""
 
     planned: PlannedRequest
     prompt: list[int]
@@ -48,13 +48,13 @@ class _Choice:
     prefill: SimulatedWorker | None
     work: Work
     chosen: Candidate
-    began_here: float = 0.0  # its first output on the worker where it is
-    num_at_first: int = 0  # tokens of its answer then
-    num_offered_blocks: int = 0  # of its prompt, to the decode worker while the rest is computed
+    began_here: float = 0.0  # time of its first output on the current worker
+    num_at_first: int = 0  # output tokens at that time
+    num_offered_blocks: int = 0  # blocks of its prompt offered to the decode worker while the rest is computed
 
 
 def _host_tier(num_blocks: int) -> HostTier | None:
-    """The memory of a host, whose blocks have no bytes."""
+    """Return a host tier whose blocks have no bytes."""
     if not num_blocks:
         return None
     require_wing("kvstore.tier", "--host-tier-blocks")
@@ -64,12 +64,12 @@ def _host_tier(num_blocks: int) -> HostTier | None:
 
 
 class SimulatedCluster:
-    """Workers, a router, and the records of all requests that have ended."""
+    """Workers, a router, and the records of all finished requests."""
 
     def __init__(self, spec: ClusterSpec, seed: int = 0) -> None:
         self.clock = Clock()
         self.records: list[RequestRecord] = []
-        self.num_decisions: dict[str, int] = {}  # by the kind of placement; and moves
+        self.num_decisions: dict[str, int] = {}  # by kind of placement, and "move"
         self._spec = spec
         self._random = Random(seed)
         self._transfers = Transfers(
@@ -79,7 +79,7 @@ class SimulatedCluster:
         self._answers = AnswerLength()
         self._root = root_key(FINGERPRINT)
         self._open: dict[RequestId, _Choice] = {}
-        self._kept: dict[RequestId, _Choice] = {}  # they may move to a decode worker
+        self._kept: dict[RequestId, _Choice] = {}  # kept requests, which may move to a decode worker
         self._turns = itertools.count(1)
         self._others: Iterator[PlannedRequest] = iter(())  # of a closed loop
         self._until = math.inf
@@ -104,7 +104,7 @@ class SimulatedCluster:
         self._by_role = {role: [w for w in workers if w.role == role] for role in ("prefill", "decode")}
 
     def run(self, requests: Iterable[PlannedRequest]) -> None:
-        """Send all requests when they are due, and wait for their answers. Prompts are made when they are sent."""
+        """Send all requests when they are due, and wait for their answers. Prompts are made when sent."""
         self._send_next(iter(requests))
         self.clock.run()
 
@@ -180,7 +180,7 @@ class SimulatedCluster:
         return Request(choice.request_id, choice.prompt, params, prefill_only=prefill_only, due=due)
 
     def _watch_kept(self, choice: _Choice) -> None:
-        """Look now and then whether the choice should move, as `AdaptiveRoles` does."""
+        """Check regularly whether the choice should move, as `AdaptiveRoles` does."""
         if not self._kept:
             self.clock.after(MOVE_SECONDS, self._look_at_kept)
         self._kept[choice.request_id] = choice
@@ -208,15 +208,15 @@ class SimulatedCluster:
         target.expect(choice.work.num_prompt_tokens)
         self.clock.after(self._spec.hop_seconds, partial(worker.engine.hand_over, choice.request_id))
 
-    # -- what workers report -----------------------------------------------------------------------------------
+    # -- workers' reports ----------------------------------------------------------------------------------------
 
     def _on_outcome(self, worker: SimulatedWorker, outcome: StepOutcome) -> None:
-        for load in outcome.loads:  # those that had to wait for steps
+        for load in outcome.loads:  # loads that had to wait for steps
             self._transfers.pull(worker, load)
         for chunk in outcome.prompt_chunks:
             choice = self._open[chunk.request.request_id]
             choice.num_offered_blocks = self._transfers.offer(worker, choice.decode, chunk, choice.num_offered_blocks)
-        now = self.clock.now + self._spec.hop_seconds  # when a client has it
+        now = self.clock.now + self._spec.hop_seconds  # when the client gets it
         for output in outcome.outputs:
             choice = self._open[output.request.request_id]
             if output.new_token_ids:
@@ -238,7 +238,7 @@ class SimulatedCluster:
             choice.record.num_cached_tokens = request.num_cached_tokens
 
     def _hand_over(self, choice: _Choice, worker: SimulatedWorker, request: Request) -> None:
-        """The prompt is computed: the decode worker goes on."""
+        """Hand a computed prompt over to the decode worker."""
         num_tokens = request.num_known_tokens - 1
         lease = Lease(worker, worker.kv.detach(request, num_tokens), num_tokens)
         self._leave(choice, worker)

@@ -1,4 +1,4 @@
-"""Ways to divide GPUs into workers that do both, or into prefill and decode workers, of some ranks each. Pure."""
+"""Divisions of GPUs into workers that do both phases, or into prefill and decode workers, with some TP. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ DEGREES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Division:
-    """kind: aggregated, static or adaptive. tp: GPUs of each worker. The name has the workers that prefill and those
-    that decode."""
+    """kind: aggregated, static or adaptive. tp: GPUs of each worker. The name shows prefill and decode workers."""
 
     kind: str
     num_prefill: int
@@ -36,14 +35,14 @@ def _named(count: int, ranks: int) -> str:
 
 @dataclass(frozen=True)
 class WorkerCosts:
-    """What a worker of some number of ranks takes and holds."""
+    """Step costs and KV blocks of a worker with some number of ranks."""
 
     steps: str
     num_gpu_blocks: int
 
 
 def divisions(num_gpus: int, adaptive: bool, degrees: Sequence[int] = (1,)) -> list[Division]:
-    """All divisions that use every GPU. degrees: ranks that a worker may have, for each role its own."""
+    """Return all divisions that use every GPU. degrees: possible numbers of ranks, independent for each role."""
     kinds = ("static", "adaptive") if adaptive else ("static",)
     found = [Division("aggregated", 0, num_gpus // tp, tp, tp) for tp in degrees if num_gpus % tp == 0]
     for prefill_tp in degrees:
@@ -56,7 +55,7 @@ def divisions(num_gpus: int, adaptive: bool, degrees: Sequence[int] = (1,)) -> l
 
 
 def cluster_of(division: Division, cluster: ClusterConfig, costs: Mapping[int, WorkerCosts]) -> ClusterConfig:
-    """The settings with the division's workers. costs: by number of ranks; without them all workers are alike."""
+    """Return the settings with the division's workers. costs: by number of ranks; empty: all workers are alike."""
     made = replace(cluster, prefill_workers=division.num_prefill, decode_workers=division.num_decode)
     if not costs:
         return made

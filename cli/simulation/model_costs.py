@@ -1,9 +1,9 @@
-"""What steps of a model take on GPUs, by a roofline, for any number of ranks among which it is divided. Pure but for
-`model_size`, which reads the model's config.
+"""Roofline estimate of a model's step costs on GPUs, for any number of ranks. Pure except for `model_size`, which
+reads the model's config.
 
-A rank reads its part of the weights and of KV, computes its part of the GEMMs, and adds up what all have, twice a
-layer. Rates are those that H200s showed (docs/benchmarks.md: one GPU, and two with `--tp 2`); more than two ranks are
-not measured, and take 2 (ranks - 1) / ranks times as long for an all-reduce.
+A rank reads its part of the weights and of KV, computes its part of the GEMMs, and takes part in two all-reduces per
+layer. Rates were measured on H200s (docs/benchmarks.md: one GPU, and two with `--tp 2`); more than two ranks were not
+measured, and an all-reduce is assumed to take 2 (ranks - 1) / ranks times as long.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from engine.models.config import ModelConfig
 
 WEIGHT_BYTES = {"none": 2.0, "fp8": 1.0, "w8a8": 1.0, "int8-weight": 1.0, "int4-weight": 0.625}
-GEMM_SPEEDUP = {"fp8": 1.9, "w8a8": 1.6}  # of prompts, over bfloat16: 8,192 tokens take 118 and 136 ms of 188
+GEMM_SPEEDUP = {"fp8": 1.9, "w8a8": 1.6}  # of prompts, over bfloat16: 8,192 tokens take 118 and 136 ms instead of 188
 KV_BYTES = 2  # of a number in the cache
 
-STEP_SECONDS = 0.4e-3  # of a served model's step beyond that of an engine alone
-LAYER_SECONDS = 20e-6  # which no rank shares: kernels that are short, and their starts
-ROW_SECONDS = 30e-12  # of a layer and a number of its hidden state
+STEP_SECONDS = 0.4e-3  # of a served model's step, in addition to the engine's
+LAYER_SECONDS = 20e-6  # per layer on every rank: short kernels, and their launches
+ROW_SECONDS = 30e-12  # per layer and number of the hidden state
 ROW_GEMM = 0.2  # share of a row's operations that reading the weights does not hide, up to 256 rows
-PROMPT_SECONDS = 50e-6  # of a layer, of a step with prompt tokens: kernels are started one by one
+PROMPT_SECONDS = 50e-6  # per layer in a step with prompt tokens: kernels are launched one by one
 REDUCE_SECONDS = 4e-6  # of an all-reduce, however short
-ROW_REDUCE_BYTES = 80e9  # a second: those of decode steps, up to 2 MB
-PROMPT_REDUCE_BYTES = 300e9  # those of prompts
-MEMORY_SHARE = 0.9  # of a GPU's, for weights and KV
-WORK_BYTES = 4e9  # for what steps take for themselves
+ROW_REDUCE_BYTES = 80e9  # per second, for decode steps up to 2 MB
+PROMPT_REDUCE_BYTES = 300e9  # per second, for prompts
+MEMORY_SHARE = 0.9  # of a GPU's memory, for weights and KV
+WORK_BYTES = 4e9  # for activations and other memory of steps
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a GPU reaches, bytes and operations a second in bfloat16."""
+    """A GPU's memory in bytes, and its achieved bytes and bfloat16 operations per second."""
 
     memory_bytes: float
     read_weights: float
@@ -49,22 +49,22 @@ class Gpu:
 H200 = Gpu(141e9, 4.6e12, 4.1e12, 6.1e14, 4.5e14)
 GPUS = {
     "h200": H200,
-    "h100": replace(H200, memory_bytes=80e9, read_weights=3.2e12, read_kv=2.9e12),  # by the ratio of bandwidths
+    "h100": replace(H200, memory_bytes=80e9, read_weights=3.2e12, read_kv=2.9e12),  # scaled by memory bandwidth
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What of a model decides how long its steps take. All experts count as read by each step."""
+    """The sizes of a model that determine its step times. Every step is assumed to read all experts."""
 
     num_weights: int
-    num_active: int  # that a prompt token is multiplied with
+    num_active: int  # weights that each prompt token is multiplied by
     num_layers: int
     hidden_size: int
     num_heads: int
     q_size: int  # of all heads
     num_kv_heads: int
-    kv_numbers: int  # of a token in the cache, in all layers and heads
+    kv_numbers: int  # numbers per token in the cache, in all layers and heads
     quant_mode: str = "none"
 
     @property
@@ -72,13 +72,13 @@ class ModelSize:
         return self.num_weights * WEIGHT_BYTES[self.quant_mode]
 
     def kv_bytes(self, ranks: int) -> float:
-        """Return a token's bytes on each rank. With fewer KV heads than ranks several ranks have the same head."""
+        """Return a token's bytes on each rank. With fewer KV heads than ranks, several ranks hold the same head."""
         return self.kv_numbers * KV_BYTES / min(ranks, self.num_kv_heads)
 
 
 def model_size(model: str, quant_mode: str = "none") -> tuple[ModelSize, ModelConfig]:
-    """The sizes by config.json alone. Raises ConfigError and UnsupportedModelError."""
-    from engine.models.families import family_of  # torch, which --help does without
+    """Read the sizes from config.json alone. Raises ConfigError and UnsupportedModelError."""
+    from engine.models.families import family_of  # imports torch, which --help avoids
     from engine.models.hf_config import architecture_of, config_from_hf, read_hf_config
 
     raw = read_hf_config(resolve_model(model, weights=False).path)
@@ -102,7 +102,7 @@ def size_of(config: ModelConfig, num_weights: int, quant_mode: str) -> ModelSize
 
 
 def step_cost(model: ModelSize, gpu: Gpu, ranks: int) -> SimulatedCost:
-    """Seconds of a step's parts where `ranks` GPUs share the model."""
+    """Return the cost of a step's parts if `ranks` GPUs share the model."""
     layers, hidden_bytes = model.num_layers, 2 * model.hidden_size
     starts, rows, prompts = _reduces(layers, hidden_bytes, ranks)
     read = model.weight_bytes / ranks / gpu.read_weights
@@ -119,7 +119,7 @@ def step_cost(model: ModelSize, gpu: Gpu, ranks: int) -> SimulatedCost:
 
 
 def _reduces(layers: int, hidden_bytes: int, ranks: int) -> tuple[float, float, float]:
-    """Seconds that all-reduces add to a step, to each of its rows, to each prompt token."""
+    """Return the seconds that all-reduces add to a step, to each of its rows, and to each prompt token."""
     if ranks == 1:
         return 0.0, 0.0, 0.0
     count, share = 2 * layers, 2 * (ranks - 1) / ranks
@@ -131,6 +131,6 @@ def _reduces(layers: int, hidden_bytes: int, ranks: int) -> tuple[float, float, 
 
 
 def num_kv_blocks(model: ModelSize, gpu: Gpu, ranks: int, block_size: int) -> int:
-    """Blocks that fit next to the weights; 0 when not even these do."""
+    """Return the number of blocks that fit next to the weights; 0 if the weights do not fit."""
     room = MEMORY_SHARE * gpu.memory_bytes - WORK_BYTES - model.weight_bytes / ranks
     return max(int(room / (block_size * model.kv_bytes(ranks))), 0)

@@ -1,10 +1,10 @@
-"""`mini-infer plan`: how to divide GPUs between prompts and answers, by simulating each division under a load.
+"""`mini-infer plan`: how to divide GPUs between prefill and decode, by simulating each division under a load.
 
     mini-infer plan --trace conversation_trace.jsonl --gpus 4 --slo-ttft-ms 2000 --slo-itl-ms 50
     mini-infer plan --trace conversation_trace.jsonl --gpus 8 --model benchmarks/configs/llama3.3-70b --quant-mode fp8
 
-Each worker is a GPU; with --model or --calibrations it may be several with tensor parallelism. For each division the
-load is replayed ever faster, until fewer requests than asked meet the objectives.
+Each worker is one GPU; with --model or --calibrations it may be several with tensor parallelism. The load is replayed
+ever faster for each division, until too few requests meet the objectives.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from cli.simulation.simulate import simulated
 from common.config import SettingsParser, add_arguments, from_namespace, require, setting
 from common.errors import ConfigError
 
-SHARP = 1.05  # the highest rate is known within 5%
-LOWEST, HIGHEST = 1 / 64, 4096.0  # multiples of the load's own rate that are looked at
-MAX_REQUESTS = 400  # of a trace, if nothing is said
+SHARP = 1.05  # the highest rate is found within 5%
+LOWEST, HIGHEST = 1 / 64, 4096.0  # range of multiples of the load's own rate
+MAX_REQUESTS = 400  # of a trace, by default
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PlanConfig:
 
 
 def highest(is_good: Callable[[float], bool]) -> float:
-    """The highest scale that is good, within SHARP; 0: not even the lowest. Good scales are below all others."""
+    """Return the highest good scale, within SHARP; 0: not even the lowest. Assumes that lower scales are better."""
     good, bad = 0.0, 0.0
     scale = 1.0
     while not (good and bad):
@@ -115,14 +115,14 @@ def examine(
 
 
 def costs_of(config: PlanConfig, block_size: int, longest: int) -> tuple[dict[int, WorkerCosts], list[str]]:
-    """What workers of each number of ranks take, and why numbers are left out. Nothing: all are as --steps says.
+    """Return workers' costs by number of ranks, and why some numbers are left out. No costs: all are as in --steps.
 
-    longest: tokens of a request with its answer, which have to fit. Raises ConfigError.
+    longest: tokens of a request with its answer, which must fit. Raises ConfigError.
     """
     costs = read_calibrations(config.calibrations)
     reasons: list[str] = []
     if config.model:
-        from engine.tensor_parallel.rank_config import can_be_divided  # torch, which --help does without
+        from engine.tensor_parallel.rank_config import can_be_divided  # imports torch, which --help avoids
 
         model, model_config = model_size(config.model, config.quant_mode)
         for ranks in (ranks for ranks in DEGREES if ranks <= config.gpus and ranks not in costs):
@@ -139,7 +139,7 @@ def costs_of(config: PlanConfig, block_size: int, longest: int) -> tuple[dict[in
 
 
 def read_calibrations(text: str) -> dict[int, WorkerCosts]:
-    """`1=FILE,2=FILE`: what `simulate --json` wrote of workers of so many ranks. Raises ConfigError."""
+    """Read `1=FILE,2=FILE`: results of `simulate --json` for workers with so many ranks. Raises ConfigError."""
     costs: dict[int, WorkerCosts] = {}
     for item in filter(None, text.split(",")):
         ranks, _, path = item.partition("=")
@@ -152,7 +152,7 @@ def read_calibrations(text: str) -> dict[int, WorkerCosts]:
 
 
 def longest_request(workload: WorkloadConfig) -> int:
-    """Tokens of a prompt with its answer, at most."""
+    """Return the most tokens of a prompt with its answer."""
     if not workload.trace:
         ends = parse_range(workload.input_len, "--input-len")[1], parse_range(workload.output_len, "--output-len")[1]
         return sum(ends)
@@ -168,7 +168,7 @@ def build_parser() -> SettingsParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Exit code 1 when no division meets the objectives."""
+    """Run the command. Return 1 if no division meets the objectives."""
     namespace = build_parser().parse_args(argv)
     config = from_namespace(PlanConfig, namespace, {})
     cluster = calibrated(from_namespace(ClusterConfig, namespace, {}))

@@ -1,4 +1,4 @@
-"""What `mini-infer plan` says of divisions: a table, a picture, a sentence."""
+"""The results of `mini-infer plan`: a table, a picture, a sentence."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.table import Table
 from cli.simulation.divisions import Division
 from common.errors import ConfigError
 
-PAYS = 1.05  # a division that is better by less is not worth its transfers
+PAYS = 1.05  # a division must be better by this factor to be worth its transfers
 
 
 @dataclass(frozen=True)
 class Found:
-    """The highest rate of a division, and what requests had there; rate 0: none is good enough."""
+    """The highest rate of a division, and the summary at that rate; rate 0: none is good enough."""
 
     division: Division
     scale: float  # multiple of the load's own rate
     summary: dict[str, Any]
-    curve: list[tuple[float, float]] = field(default_factory=list)  # scales that were tried, share of good requests
+    curve: list[tuple[float, float]] = field(default_factory=list)  # scales tried, with the share of good requests
 
     @property
     def rate(self) -> float:
@@ -40,7 +40,7 @@ def described(found: Found) -> dict[str, Any]:
 
 
 def show(found: Sequence[Found], console: Console) -> None:
-    """The divisions, best first, with a bar each, and what to do."""
+    """Print the divisions, best first, each with a bar, and the advice."""
     table = Table("prefill + decode", "good/s", "", "TTFT p50 p99", "gaps p50 p99", "tok/s")
     for column in table.columns:
         column.no_wrap = True
@@ -60,11 +60,11 @@ def show(found: Sequence[Found], console: Console) -> None:
 
 
 def advice(found: Sequence[Found]) -> str:
-    """One sentence on the best division, and whether dividing pays."""
+    """Return one sentence on the best division, and whether dividing pays."""
     best = found[0]
     if not best.scale:
         return "No division meets the objectives: loosen them, or take more or faster GPUs."
-    together = next(each for each in found if each.division.kind == "aggregated")  # the best of them
+    together = next(each for each in found if each.division.kind == "aggregated")  # the best aggregated division
     if best.rate < PAYS * together.rate:
         how = f", by workers of TP {tp}" if (tp := together.division.decode_tp) > 1 else ""
         return (
@@ -77,7 +77,7 @@ def advice(found: Sequence[Found]) -> str:
 
 
 def draw(found: Sequence[Found], path: Path) -> None:
-    """Draw the share of good requests over the load. Raises ConfigError when the file can't be written."""
+    """Draw the share of good requests over the load. Raises ConfigError if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

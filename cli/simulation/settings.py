@@ -8,7 +8,8 @@ from common.config import check_not_negative, require, setting
 from engine.simulated.step_cost import SimulatedCost
 from router.routing.policy import POLICIES
 
-# About an H200 with 7B parameters in bfloat16, by steps of an engine alone (docs/benchmarks.md "In simulated time").
+# About an H200 with 7B parameters in bfloat16, from steps of an engine alone (docs/benchmarks.md "In simulated
+# time").
 H200_7B = "base=0.0041,row=8e-6,context=14e-9,prompt=0.0014,prompt_token=20e-6,prompt_context=0.8e-9,weights=0.0033"
 
 
@@ -72,7 +73,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class AgainstConfig:
-    """Compare with a cluster that runs."""
+    """Comparison with a running cluster."""
 
     against: str = setting(
         "", "URL of a cluster that replays the --trace, too, once a load of --num-requests has shown what it takes"

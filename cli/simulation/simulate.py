@@ -1,4 +1,4 @@
-"""`mini-infer simulate`: what a cluster would do with a load, in simulated time on this machine.
+"""`mini-infer simulate`: simulates a cluster under a load, in simulated time on this machine.
 
     mini-infer simulate --trace conversation_trace.jsonl --prefill-workers 4 --decode-workers 8 \\
         --steps base=0.0043,row=3e-6,context=14e-9,prompt=5e-4,prompt_token=2e-5,prompt_context=9e-10,weights=0.003
@@ -19,7 +19,7 @@ from cli.simulation.calibration import calibrated
 from cli.simulation.settings import AgainstConfig, ClusterConfig
 from common.config import SettingsParser, add_arguments, from_namespace
 
-DEFAULT_VOCAB_SIZE = 50_000  # that prompts are drawn from
+DEFAULT_VOCAB_SIZE = 50_000  # of random prompts
 
 
 def build_parser() -> SettingsParser:
@@ -33,14 +33,14 @@ def build_parser() -> SettingsParser:
 
 
 def simulated(config: ClusterConfig, workload: WorkloadConfig, objectives: Objectives) -> dict[str, Any]:
-    """What requests had: the summary of `bench`, and how they were placed."""
-    from cli.simulation.cluster import SimulatedCluster  # torch, which --help does without
+    """Simulate the load; return the summary as for `bench`, and the numbers of placements."""
+    from cli.simulation.cluster import SimulatedCluster  # imports torch, which --help avoids
     from cli.simulation.specs import spec_of
 
     began = time.perf_counter()
     _, requests = plan(dataclasses.replace(workload, vocab_size=workload.vocab_size or DEFAULT_VOCAB_SIZE))
     cluster = SimulatedCluster(spec_of(config), workload.seed)
-    gc.freeze()  # what was imported stays: the collector need not walk it again and again
+    gc.freeze()  # imported objects stay, so the garbage collector need not traverse them again
     if workload.is_closed:
         cluster.run_closed(requests, workload.concurrency or DEFAULT_CONCURRENCY, workload.duration or math.inf)
     else:
@@ -55,13 +55,13 @@ def simulated(config: ClusterConfig, workload: WorkloadConfig, objectives: Objec
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command."""
+    """Run the command."""
     namespace = build_parser().parse_args(argv)
     config = from_namespace(ClusterConfig, namespace, {})
     workload = from_namespace(WorkloadConfig, namespace, {})
     report = from_namespace(ReportConfig, namespace, {})
     if url := from_namespace(AgainstConfig, namespace, {}).against:
-        from cli.simulation.against import against  # torch, too
+        from cli.simulation.against import against  # imports torch, too
 
         write_json(against(url, config, workload), report.json)
         return 0

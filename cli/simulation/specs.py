@@ -1,4 +1,4 @@
-"""What a simulated cluster is made of."""
+"""The specification of a simulated cluster."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from router.objectives.objectives import Objectives
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """worker: those that decode; prefill_worker: the others, with blocks of the same size. num_prefill 0: all workers
-    prefill and decode. Seconds: of a message between router and worker or client, and what a router adds
-    before it sends a request on. host_tier_blocks: of each host of workers_per_host."""
+    """worker: decode workers; prefill_worker: the others, with blocks of the same size. num_prefill 0: all workers do
+    both. hop_seconds: a message between router and worker or client; accept_seconds: the router's time before it
+    sends a request on. host_tier_blocks: of each host of workers_per_host."""
 
     worker: WorkerSpec
     prefill_worker: WorkerSpec

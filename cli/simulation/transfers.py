@@ -1,7 +1,7 @@
-"""KV on its way from worker to worker in simulated time: a prompt's when it is computed, or in parts before.
+"""KV transfers between workers in simulated time: of computed prompts, or of their parts while the rest is computed.
 
-A pull takes `tokens / rate` seconds, one after the other on the worker that pulls; prefetches of prompts that are
-still computed have a queue of their own.
+A pull takes `tokens / rate` seconds; the pulls of a worker run one after the other. Prefetches of prompts that are
+still being computed have a separate queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.types import BlockId
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """KV of a prompt, or of a part, on the worker that computed it."""
+    """KV of a prompt, or of a part of it, on the worker that computed it."""
 
     worker: SimulatedWorker
     blocks: list[BlockId]
@@ -32,16 +32,16 @@ class Lease:
 
 
 class Transfers:
-    """Between the workers of one cluster."""
+    """Transfers between the workers of one cluster."""
 
     def __init__(
         self, clock: Clock, pull_seconds: float, tokens_per_second: float, hop_seconds: float, seed: int
     ) -> None:
-        """pull_seconds: until the first byte, in the mean.
+        """pull_seconds: mean time until the first byte.
 
         Pulls of short prompts by shared memory took 0.4 to 2.6 ms (10% and 90%), 0.8 in the median, as if drawn from
-        an exponential distribution. The loop's turn that starts one is about as long, so that some are there before
-        it plans the next step, and some are not: p99 of gaps is made of this.
+        an exponential distribution. This is about as long as the loop's turn that starts one, so some arrive before
+        it plans the next step and some do not, which determines the p99 of gaps.
         """
         self._clock = clock
         self._pull_seconds = pull_seconds
@@ -50,7 +50,7 @@ class Transfers:
         self._random = Random(seed)
 
     def pull(self, worker: SimulatedWorker, load: KvLoad) -> None:
-        """Fill the load's blocks, then let the source go."""
+        """Fill the load's blocks, then release the source."""
         assert isinstance(load.source, Lease)
         if not load.positions:
             load.source.release()
@@ -65,7 +65,7 @@ class Transfers:
         worker.finish_load(load, began)
 
     def offer(self, worker: SimulatedWorker, target: SimulatedWorker, chunk: PromptChunk, num_offered: int) -> int:
-        """Offer what a chunk has added to a prompt, as `PromptLeases` does; returns the blocks offered so far."""
+        """Offer what a chunk has added to a prompt, as `PartLeases` does; return the blocks offered so far."""
         request, kv = chunk.request, worker.kv
         num_blocks = chunk.num_tokens // kv.block_size
         is_steady = request.status is RequestStatus.RUNNING and not request.num_preemptions

@@ -1,7 +1,7 @@
 """A worker in simulated time: a real engine, whose runner computes nothing and takes the time of a cost model.
 
-As on a GPU two steps are in flight: one is planned while the one before runs, a turn of the engine process's loop
-after that has begun. What comes later than that waits for the next turn.
+As on a GPU, two steps are in flight: one is planned while the previous one runs, one turn of the engine process's
+loop after it began. Whatever comes later waits for the next turn.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from router.routing.worker_view import Backlog, worker_view
 from worker.engine_process.figures import engine_load
 
 FINGERPRINT = "simulated"
-TOKEN = 1  # what every step samples
+TOKEN = 1  # sampled by every step
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What all workers have. Seconds: itl_objective, 0: none; mixed, what prompts beside decode rows take more; turn,
-    from the end of a step until another one is planned; pull, what the start of a pull adds to that; copy, of a block
-    from host memory."""
+    """Settings of all workers. itl_objective: seconds; 0: none. mixed_seconds: extra time of steps with decode rows
+    and prompts. turn_seconds: from the end of a step until the next is planned; pull_seconds: added to it when a pull
+    starts. copy_seconds: to copy a block from host memory."""
 
     cost: SimulatedCost
     num_blocks: int
@@ -58,7 +58,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that ends at a moment."""
+    """A step that ends at time `end`."""
 
     runner: SteppedRunner
     found: StepResult
@@ -70,7 +70,7 @@ class _Step:
 
 
 class SteppedRunner:
-    """`now` is the engine's time. It is ahead of the simulation's while an engine waits for a step."""
+    """`now` is the engine's time, which is ahead of the simulation's while an engine waits for a step."""
 
     max_steps_in_flight = 2
 
@@ -89,7 +89,7 @@ class SteppedRunner:
         seconds += self._spec.copy_seconds * len(plan.copies_in)
         self._end = max(self._end, self.now) + seconds * self._random.uniform(*NOISE)
         token_ids = [[TOKEN] if row.samples else [] for row in plan.rows]
-        empty: list[list[object]] = [[]] * len(plan.rows)  # nobody changes them
+        empty: list[list[object]] = [[]] * len(plan.rows)  # shared, as they are not modified
         return _Step(self, StepResult(token_ids, empty, empty), self._end)  # type: ignore[arg-type]
 
     def needs_known_tokens(self, _plan: StepPlan) -> bool:
@@ -100,19 +100,20 @@ class SteppedRunner:
 
 
 class SimulatedWorker:
-    """An engine, and what the router knows of it."""
+    """An engine, and what the router knows about it."""
 
     def __init__(
         self, name: str, role: str, spec: WorkerSpec, clock: Clock,
         on_outcome: Callable[[SimulatedWorker, StepOutcome], None], pull: Callable[[SimulatedWorker, KvLoad], None],
         seed: int, host_tier: HostTier | None = None,
     ) -> None:  # fmt: skip
-        """on_outcome: takes what each step did, when it has ended. pull: begins a load. host_tier: of its host."""
+        """on_outcome: gets the outcome of each step after its end. pull: begins a load. host_tier: of the worker's
+        host."""
         self.worker_id, self.role = WorkerId(name), role
         self.rates, self.backlog = WorkerRates(), Backlog()
         self.num_legs = 0
-        self.num_expected = 0  # requests that will come here when another worker has computed their prompts
-        self.pulls_end = {False: 0.0, True: 0.0}  # when pulls for requests, prefetches that were begun have ended
+        self.num_expected = 0  # requests that will come here once another worker has computed their prompts
+        self.pulls_end = {False: 0.0, True: 0.0}  # when pulls for requests, and prefetches, begun so far end
         self._spec, self._clock, self._on_outcome, self._pull = spec, clock, on_outcome, pull
         self._runner = SteppedRunner(spec, seed)
         pool, groups = BlockPool(spec.num_blocks), BlockGroups(spec.block_size)
@@ -133,8 +134,8 @@ class SimulatedWorker:
         )
         self._is_busy = False
         self.turn_began = 0.0
-        self._has_offers = False  # which `Engine.has_work` leaves out
-        self._loaded: list[tuple[KvLoad, float]] = []  # for the next turn, and when the turn of each began
+        self._has_offers = False  # `Engine.has_work` does not include offers
+        self._loaded: list[tuple[KvLoad, float]] = []  # for the next turn, with the start of the turn that planned each
         self._num_steps = 0
 
     @property
@@ -148,7 +149,7 @@ class SimulatedWorker:
         self.backlog.expected_tokens += num_prompt_tokens
 
     def expect_no_more(self, num_prompt_tokens: int) -> None:
-        """The request comes, or has ended elsewhere."""
+        """Count down a request that comes now, or has ended elsewhere."""
         self.num_expected -= 1
         self.backlog.expected_tokens -= num_prompt_tokens
 
@@ -163,17 +164,17 @@ class SimulatedWorker:
         self.wake()
 
     def finish_load(self, load: KvLoad, began: float) -> None:
-        """The bytes are here: the next turn takes them. began: the turn that planned the load."""
+        """Take a completed load in the next turn. began: the turn that planned the load."""
         self._loaded.append((load, began))
         self.wake()
 
     def wake(self) -> None:
-        """Look for work, if no step runs."""
+        """Look for work, unless a step runs."""
         if not self._is_busy:
             self._turn()
 
     def view(self) -> WorkerView:
-        """The worker as the router sees it, whose own count has what a report lacks."""
+        """Return the router's view of the worker: its report and the router's own counts."""
         report = engine_load(self.engine, self.engine.load(), StepStats(), num_leases=0)
         return worker_view(
             self.worker_id, self.role, self._spec.max_num_seqs, report, self.rates, self.backlog, self.num_legs,
@@ -183,7 +184,7 @@ class SimulatedWorker:
     def _turn(self) -> None:
         loaded, self._loaded = self._loaded, []
         for load, began in loaded:
-            if load.owner is not None:  # measured from turn to turn, as `OpenRequest` does
+            if load.owner is not None:  # measured from turn to turn, as in `OpenRequest`
                 seconds = self._clock.now - began
                 times = pb.RequestTimes(num_pulled_tokens=load.num_tokens, kv_pull_seconds=seconds)
                 self.rates.observe_pull(times)
@@ -193,13 +194,13 @@ class SimulatedWorker:
             self._step()
 
     def _step(self) -> None:
-        """Plan a step, and wait for the end of the one before."""
+        """Plan a step, and wait for the end of the previous one."""
         self._runner.now = self.turn_began = self._clock.now
         self._has_offers = False
         outcome = self.engine.step(self._pull_all)
         if self._runner.now > self._clock.now or outcome.stats is not None:
             self._clock.at(self._runner.now, partial(self._ended, outcome))
-        elif self.engine.num_steps > self._num_steps:  # launched; there is room for one more in flight
+        elif self.engine.num_steps > self._num_steps:  # launched, with room for one more in flight
             self._ended(outcome)
         else:  # it has to wait for a load
             self._is_busy = False
@@ -218,6 +219,6 @@ class SimulatedWorker:
             )
             self.backlog.computed(size.num_prompt_tokens, size.pairs)
         self._on_outcome(self, outcome)
-        # A puller's thread runs in the loop's process: the loop goes on when that waits for bytes.
+        # A puller's thread shares the process with the loop, which continues when the thread waits for bytes.
         num_pulls = sum(bool(load.positions) for load in outcome.loads)
         self._clock.after(self._spec.turn_seconds + num_pulls * self._spec.pull_seconds, self._turn)
