@@ -1,1 +1,1 @@
-"""A client of an OpenAI-compatible server: models, answers that stream, errors as a person reads them."""
+"""A client of an OpenAI-compatible server: models, streamed answers, readable errors."""

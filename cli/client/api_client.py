@@ -1,4 +1,4 @@
-"""The few calls that `chat` and `demo` make to an OpenAI-compatible server: list models, stream an answer."""
+"""The few calls that commands make to an OpenAI-compatible server: list models, get or stream an answer."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class ApiError(MiniInferError):
 
 
 def server_root(url: str) -> str:
-    """The server's root; OpenAI's clients are given it with /v1 after it."""
+    """Return the server's root; OpenAI's clients are given it with /v1 at the end."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def speed_of(record: RequestRecord) -> float:
-    """Tokens a second after the first one; 0 when there is none."""
+    """Tokens per second after the first token; 0 if there are none."""
     return 1.0 / record.tpot if record.chunk_times and record.tpot else 0.0
 
 
 def describe(record: RequestRecord) -> str:
-    """One line for a person, below an answer."""
+    """Return one line about an answer, for people."""
     first = f"first token {record.ttft * 1e3:.0f} ms, " if record.chunk_times else ""
     rate = f"{speed_of(record):.1f} tokens/s, " if speed_of(record) else ""
     return f"{first}{rate}{record.num_output_tokens} tokens"
@@ -60,7 +60,7 @@ class ApiClient:
         self._http.close()
 
     def choose_model(self, wanted: str = "") -> str:
-        """The model that is wanted, or the first one. Raises InvalidRequestError for one that is not served."""
+        """Return the wanted model, or the first one. Raises InvalidRequestError if it is not served."""
         try:
             names = [str(model["id"]) for model in self.get_json("/v1/models")["data"]]
         except (ValueError, LookupError, TypeError):  # not JSON, or not OpenAI's
@@ -74,7 +74,7 @@ class ApiClient:
         return wanted or names[0]
 
     def get_json(self, path: str) -> Any:
-        """What the server answers to GET. Raises UnavailableError, ApiError, and ValueError for what is no JSON."""
+        """Return the JSON of a GET. Raises UnavailableError, ApiError, and ValueError if the answer is not JSON."""
         try:
             reply = self._http.get(path, timeout=LIST_SECONDS)
         except httpx.HTTPError as error:
@@ -90,9 +90,9 @@ class ApiClient:
     def stream_chat(
         self, model: str, messages: list[Message], record: RequestRecord, **params: Any
     ) -> Generator[str, None, None]:
-        """Pieces of the answer as they come; closing the iterator cancels the request. Fills `record`.
+        """Yield pieces of the answer as they come; closing the iterator cancels the request. Fills `record`.
 
-        An empty piece says that there is more reasoning in the record.
+        An empty piece means that there is more reasoning in the record.
         """
         body = {
             "model": model,
@@ -121,7 +121,7 @@ class ApiClient:
             raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
 
     def chat(self, model: str, messages: list[Message], **params: Any) -> dict[str, Any]:
-        """The message of an answer that comes whole."""
+        """Return the message of an answer that is not streamed."""
         try:
             reply = self._http.post("/v1/chat/completions", json={"model": model, "messages": messages} | params)
             raise_for_status(reply)
@@ -133,9 +133,9 @@ class ApiClient:
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that `client_for` reads."""
+    """Add the flags that `client_for` reads."""
     parser.add_argument("--url", default="", help=f"the server (default: {DEFAULT_URL})")
-    # $MINI_INFER_MODEL is for `serve`; a server that runs has its own model.
+    # $MINI_INFER_MODEL is for `serve`; a running server has its own model.
     parser.add_argument("--model", default="", help="which model (default: the server's first)")
     parser.add_argument("--api-key", default="", help=f"the server's key (default: ${API_KEY})")
 
@@ -146,13 +146,13 @@ def api_key_of(arguments: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def client_for(arguments: argparse.Namespace) -> Iterator[tuple[ApiClient, str]]:
-    """A client of the server that the flags name, and the model to ask for."""
+    """Yield a client of the server that the flags name, and the model to ask for."""
     with ApiClient(arguments.url or DEFAULT_URL, api_key_of(arguments)) as client:
         yield client, client.choose_model(arguments.model)
 
 
 def first_model(url: str, api_key: str = "") -> str:
-    """The first model that a server lists. Raises UnavailableError or ApiError."""
+    """Return the first model that a server lists. Raises UnavailableError or ApiError."""
     with ApiClient(url, api_key) as client:
         return client.choose_model()
 

@@ -1,4 +1,4 @@
-"""A server's event stream, as a client reads it: text, times of its pieces, usage. Pure."""
+"""Parses a server's event stream for clients: text, times of its pieces, usage. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 
 @dataclass(eq=False)
 class StreamError(Exception):
-    """The event stream holds no answer. `kind`: one of a few; `event`: the server's error event, if it sent one."""
+    """The event stream contains no answer. kind: one of a few; event: the server's error event, if it sent one."""
 
     kind: str
     event: Any = None
@@ -18,7 +18,7 @@ class StreamError(Exception):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request as the client saw it. Times are seconds on one clock, from the start of the run."""
+    """One request from the client's view. Times are seconds on one clock, from the start of the run."""
 
     scheduled: float = 0.0  # when the workload wanted it sent
     sent: float = 0.0
@@ -28,8 +28,8 @@ class RequestRecord:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    error: str = ""  # "": finished well; else one of a few kinds, never a server's free text
-    message: str = ""  # what the server said of the error, if anything
+    error: str = ""  # "": finished well; otherwise one of a few kinds, never the server's text
+    message: str = ""  # the server's text about the error, if any
 
     @property
     def ttft(self) -> float:
@@ -52,16 +52,16 @@ class RequestRecord:
 
 
 def message_of(body: Any) -> str:
-    """The text of an error in OpenAI's shape; empty when it is none."""
+    """Return the text of an error in OpenAI's shape; empty if it is not one."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message") or "") if isinstance(error, dict) else ""
 
 
 class EventStream:
-    """Reads the event stream of an OpenAI-compatible server into a record, from pieces that are cut anywhere."""
+    """Reads an OpenAI-compatible server's event stream into a record, from pieces cut anywhere."""
 
     def __init__(self, record: RequestRecord) -> None:
-        self.is_complete = False  # the last event has come
+        self.is_complete = False  # the last event has arrived
         self._record = record
         self._pending = b""
 

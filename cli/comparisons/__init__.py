@@ -1,1 +1,1 @@
-"""What an optimization brings on this machine: measured with and without it."""
+"""Measures what optimizations bring on this machine, with and without each."""

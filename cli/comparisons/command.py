@@ -1,6 +1,6 @@
-"""`mini-infer demo --compare [NAME]`: measures comparisons on this machine and shows each as soon as it is there.
+"""`mini-infer demo --compare [NAME]`: measures comparisons on this machine and shows each when it is done.
 
-What needs a wing or hardware that is not here is left out, with the reason.
+Comparisons that need a missing wing or missing hardware are left out, with the reason.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ WINGS = {"quantization": "engine.quantization", "speculation": "engine.speculati
 
 
 def compare(name: str, model: str, console: Console, picture: Path | None = None) -> None:
-    """Measure the comparison of that name, or all of them, and draw the picture of it if there is to be one.
+    """Measure the comparison with that name, or all of them, and draw a picture if wanted.
 
-    Raises ConfigError for a model that cannot be loaded.
+    Raises ConfigError if the model cannot be loaded.
     """
     recording, num_threads = Recording(), free_cores(len(os.sched_getaffinity(0)), os.getloadavg()[0])
     if num_threads and name != "disaggregation":
@@ -45,17 +45,17 @@ def compare(name: str, model: str, console: Console, picture: Path | None = None
 
 
 def free_cores(num_cores: int, load: float) -> int:
-    """Threads for an engine where others keep so many cores busy on average; 0: one for each core, as by default.
+    """Return the threads for an engine if others keep `load` cores busy on average; 0: one per core, the default.
 
-    Threads of one GEMM wait for the slowest: with one more thread than there are cores left, a step on a busy machine
-    took more than ten times as long. Workers of a cluster watch this themselves (`worker/cores`).
+    Threads of one GEMM wait for the slowest: with one thread more than free cores, a step on a busy machine took more
+    than ten times as long. Workers of a cluster do this themselves (`worker/cores`).
     """
     num_free = max(num_cores - round(load), 1)
     return num_free if num_free < num_cores else 0
 
 
 def _missing(name: str) -> str:
-    """Why this installation or this machine cannot show it; empty: it can."""
+    """Return why this installation or machine cannot run a comparison; empty: it can."""
     needed = [WINGS.get(name, "cli"), *(["engine.offline"] if name in ON_ENGINES else [])]
     if not all(map(has_wing, needed)):
         return "this installation lacks what it compares"
@@ -72,7 +72,7 @@ def _measured(name: str, model: str, num_threads: int) -> Comparison:
 
         flags = ("--dry-run",) if model == DRY_RUN_MODEL_NAME else ("--model", model) if model else ()
         return disaggregation(flags)
-    from cli.comparisons import on_engines  # torch, which takes seconds
+    from cli.comparisons import on_engines  # imports torch, which takes seconds
 
     measure: Callable[[str, int], Comparison] = getattr(on_engines, name.replace("-", "_"))
     return measure(model, num_threads)

@@ -1,4 +1,4 @@
-"""The comparison that needs services: one worker for both phases, and one for each, on the same machine."""
+"""The comparison that needs services: one worker for both phases, or one for each, on the same machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from cli.comparisons.result import Arm, Comparison, told_of_pauses
 from cli.local_cluster.local_server import LocalServer
 
 NUM_RUNNING = 2
-NUM_WORDS = 1024  # of the long prompt, an eighth of the context at most
+NUM_WORDS = 1024  # in the long prompt; at most an eighth of the context
 NUM_ROUNDS = 2
-# One worker computes prompts as one more row of its steps; two share the machine.
+# One worker computes prompts within its decode steps; two workers share the machine.
 BOTH = ("--prefill", "0", "--decode", "1")
 APART = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "64")
 
 
 def disaggregation(model_flags: Sequence[str]) -> Comparison:
-    """The longest pause of running streams while a long prompt comes, by one worker and by two."""
+    """Compare the longest pause of running streams when a long prompt comes, with one worker and with two."""
     together, ttft = _measure((*model_flags, *BOTH))
     apart, ttft_apart = _measure((*model_flags, *APART))
     cost = f"the prompt's first token came after {ttft_apart:.0f} ms instead of {ttft:.0f} ms"
@@ -38,11 +38,11 @@ def disaggregation(model_flags: Sequence[str]) -> Comparison:
 
 
 def _measure(flags: Sequence[str]) -> tuple[float, float]:
-    """(longest pause, time to the long prompt's first token) in ms, of the best round."""
+    """Return (longest pause, time to the long prompt's first token) in ms, of the best round."""
     with LocalServer((*flags, "--host-tier-gb", "0")) as server, ApiClient(server.url) as client:
         model = client.choose_model()
         context = int(client.get_json("/v1/models")["data"][0]["max_model_len"])
-        _pause(client, model, context, 16)  # the first pull opens what later ones find open
+        _pause(client, model, context, 16)  # the first pull opens connections for later ones
         found = [_pause(client, model, context, min(NUM_WORDS, context // 8)) for _ in range(NUM_ROUNDS)]
         return min((each for each in found if each[0] > 0), default=found[0])
 
@@ -53,7 +53,7 @@ def _pause(client: ApiClient, model: str, context: int, num_words: int) -> tuple
     times: list[list[float]] = []  # of the pieces of each answer
 
     def stream() -> None:
-        """One answer after the other: a small model may be at its end before the prompt comes."""
+        """Read one answer after another: a small model may finish one before the prompt comes."""
         while not is_over.is_set():
             times.append(pieces_at := [])
             with closing(_ask(client, model, "Count from one to one thousand in words.", context // 4)) as pieces:
@@ -72,7 +72,7 @@ def _pause(client: ApiClient, model: str, context: int, num_words: int) -> tuple
             start = time.perf_counter()
             for _piece in _ask(client, model, f"{uuid.uuid4()} " + "word " * num_words, 1):
                 pass
-            end = time.perf_counter()  # of the answer: its one token may be no whole character
+            end = time.perf_counter()  # of the answer, as its one token may not be a whole character
         finally:
             is_over.set()
         for task in running:

@@ -1,7 +1,7 @@
-"""Comparisons on engines of this process: each loads what it needs, and lets go of it.
+"""Comparisons on engines in this process; each loads what it needs and frees it.
 
-Each arm is measured in turn with the other one, up to three rounds, and counts with its best: what else the machine
-does in between makes a round slower, never faster. num_threads: of each engine; 0: one for each core.
+The arms of a comparison are measured in turn, for up to three rounds, and the best of each counts: other load on the
+machine makes a round slower, never faster. num_threads: of each engine; 0: one per core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUANTIZED = ("int8-weight", "int4-weight")
 
 @contextmanager
 def loaded(model: str, **settings: Any) -> Iterator[LLM]:
-    """An engine, warmed up: the first steps compile, and allocate. Its pool leaves room for one beside it."""
+    """Yield a warmed-up engine: first steps compile and allocate. Its pool leaves room for a second engine."""
     llm = LLM(model, **{"kv_cache_gb": KV_CACHE_GB, **settings})
     try:
         decode_speed(llm.engine, [random_prompt(llm, 40, "warm")], params(4))
@@ -39,7 +39,7 @@ def loaded(model: str, **settings: Any) -> Iterator[LLM]:
 
 
 def batching(model: str, num_threads: int = 0) -> Comparison:
-    """Tokens a second of one stream, and of eight together."""
+    """Compare the tokens per second of one stream and of eight together."""
     speeds = {1: 0.0, NUM_STREAMS: 0.0}
     with loaded(model, num_threads=num_threads) as llm:
         for number in rounds():
@@ -60,7 +60,7 @@ def batching(model: str, num_threads: int = 0) -> Comparison:
 
 
 def prefix_cache(model: str, num_threads: int = 0) -> Comparison:
-    """Time to the first token of a new prompt, and of the same one again."""
+    """Compare the time to the first token of a new prompt and of the same prompt again."""
     cold: list[float] = []
     cached: list[float] = []
     num_cached = num_tokens = 0
@@ -90,7 +90,7 @@ def prefix_cache(model: str, num_threads: int = 0) -> Comparison:
 
 
 def pause_beside_prompt(llm: LLM, seed: object) -> tuple[float, float]:
-    """Longest pause of running streams while a long prompt is computed, and its time to the first token; in ms."""
+    """Return running streams' longest pause while a long prompt is computed, and its time to first token; in ms."""
     stepper = Stepper(llm.engine)
     running = [stepper.add(random_prompt(llm, 32, (seed, stream)), params(400)) for stream in range(NUM_RUNNING)]
     while min(len(timed.times) for timed in running) < 4:
@@ -98,14 +98,14 @@ def pause_beside_prompt(llm: LLM, seed: object) -> tuple[float, float]:
     late = stepper.add(random_prompt(llm, LONG_PROMPT, (seed, "late")), params(1))
     stepper.run([late])
     end = late.times[0]
-    stepper.step()  # the output of the step that the prompt was in
+    stepper.step()  # outputs of the step that the prompt was in
     pause = max(timed.longest_pause(late.sent, end) for timed in running)
     stepper.abort()
     return 1e3 * pause, 1e3 * late.ttft
 
 
 def chunked_prefill(model: str, num_threads: int = 0) -> Comparison:
-    """The longest pause of running streams while a long prompt comes: in one step, and in chunks."""
+    """Compare the longest pause of running streams when a long prompt comes, in one step and in chunks."""
     whole: list[tuple[float, float]] = []
     chunks: list[tuple[float, float]] = []
     with (
@@ -128,7 +128,7 @@ def chunked_prefill(model: str, num_threads: int = 0) -> Comparison:
 
 
 def quantization(model: str, num_threads: int = 0) -> Comparison:
-    """Tokens a second of one stream with weights of 16, 8 and 4 bits."""
+    """Compare the tokens per second of one stream with weights of 16, 8 and 4 bits."""
     speeds = dict.fromkeys(("bfloat16", *QUANTIZED), 0.0)
     with ExitStack() as engines:
         opened = {
@@ -161,7 +161,7 @@ def quantization(model: str, num_threads: int = 0) -> Comparison:
 
 
 def speculation(model: str, num_threads: int = 0) -> Comparison:
-    """Tokens a second of a stream that repeats its prompt, without and with drafts from it."""
+    """Compare the tokens per second of a stream that repeats its prompt, without and with drafts from the prompt."""
     speeds = {0: 0.0, None: 0.0}
     with loaded(model, num_threads=num_threads, speculative="ngram") as llm:
         prompt = llm.tokenizer.encode(6 * REPEATED, add_special_tokens=True)
@@ -188,7 +188,7 @@ def speculation(model: str, num_threads: int = 0) -> Comparison:
 
 
 def cuda_graphs(model: str, num_threads: int = 0) -> Comparison:
-    """Tokens a second of one stream on a GPU, kernels launched one by one, and as graphs."""
+    """Compare the tokens per second of one stream on a GPU, with kernels launched one by one and as graphs."""
     speeds = {False: 0.0, True: 0.0}
     with (
         loaded(model, num_threads=num_threads, use_cuda_graph=False) as plain,

@@ -1,6 +1,6 @@
-"""A picture of a terminal in which parts appear one after the other: an SVG, as rich draws it, with CSS animation.
+"""A picture of a terminal in which parts appear one after another: rich's SVG with CSS animation.
 
-Where animations are not played, or not wanted, all parts are there from the start.
+Where animations are not played, or not wanted, all parts are visible from the start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STYLE = """<style>
 
 
 class Recording:
-    """What is shown part by part, for a picture of it."""
+    """Records what is shown part by part, for a picture."""
 
     def __init__(self) -> None:
         self._console = Console(
@@ -35,7 +35,7 @@ class Recording:
         self._ends.append(self._console.export_text(clear=False).count("\n"))
 
     def svg(self, title: str) -> str:
-        """The picture."""
+        """Return the picture."""
 
         def delayed(text: re.Match[str]) -> str:
             number = sum(end <= int(text[3]) for end in self._ends)

@@ -1,6 +1,6 @@
 """The result of a comparison, and how a terminal shows it: a number, a bar and one sentence. Pure.
 
-The sentence is chosen by the numbers: differences below NOISE are called none.
+The numbers decide the sentence: a factor below NOISE counts as no difference.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-NOISE = 1.1  # times: what two equal runs may differ by on a machine with other work
+NOISE = 1.1  # factor by which two equal runs may differ on a machine with other load
 BAR_WIDTH = 32
 
 
@@ -24,7 +24,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """arms: the one without the optimization first. less_is_better: the values are times."""
+    """arms: the one without the optimization comes first. less_is_better: the values are times."""
 
     title: str
     unit: str
@@ -34,14 +34,14 @@ class Comparison:
 
 
 def gain(without: float, value: float, less_is_better: bool = False) -> float:
-    """How many times better a value is than the one without; below 1: worse. 0 where nothing was measured."""
+    """Return how many times better `value` is than `without`; below 1: worse. 0 if nothing was measured."""
     if not (without > 0.0 and value > 0.0):
         return 0.0
     return without / value if less_is_better else value / without
 
 
 def told(factor: float, better: str, worse: str, same: str) -> str:
-    """The sentence that the factor supports; `{}` in the first two is how many times, above 1."""
+    """Return the sentence that the factor supports; `{}` in the first two is the factor, above 1."""
     if not factor:
         return "Nothing could be measured here."
     if factor >= NOISE:
@@ -50,7 +50,7 @@ def told(factor: float, better: str, worse: str, same: str) -> str:
 
 
 def told_of_pauses(num_running: int, before: float, after: float, cost: str) -> str:
-    """Say how the longest pause of running streams changed while a long prompt came. cost: to that prompt."""
+    """Describe how the longest pause of running streams changed when a long prompt came. cost: to that prompt."""
     return told(
         gain(before, after, less_is_better=True),
         f"{num_running} running streams paused {{}} times shorter during a long prompt; {cost}.",
@@ -60,7 +60,7 @@ def told_of_pauses(num_running: int, before: float, after: float, cost: str) -> 
 
 
 def shown(comparison: Comparison) -> RenderableType:
-    """Bars on one scale, the longest for the largest value."""
+    """Draw bars on one scale, the longest for the largest value."""
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=24)
     table.add_column(justify="right", min_width=6)

@@ -1,4 +1,4 @@
-"""Times of an engine's outputs: the engine is stepped here, so that nothing stands between a token and its time."""
+"""Times of an engine's outputs. The engine is stepped here, so that nothing delays a token's time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.engine import Engine
 from engine.offline.llm import LLM
 from engine.request import Request, SamplingParams
 
-SECONDS = 3.0  # for the rounds of one comparison: no other is begun later
+SECONDS = 3.0  # for the rounds of one comparison; no round begins later
 MOST_ROUNDS = 3
 
 
 @dataclass(eq=False, slots=True)
 class Timed:
-    """One request, with the time of each of its outputs."""
+    """One request, with the time of each output."""
 
     request: Request
     sent: float
@@ -33,13 +33,13 @@ class Timed:
         return self.times[0] - self.sent
 
     def longest_pause(self, start: float, end: float) -> float:
-        """Between outputs, the later one after `start`, the earlier one before `end`."""
+        """Return the longest pause between outputs of which the later is after `start`, the earlier before `end`."""
         pairs = pairwise(self.times)
         return max((after - before for before, after in pairs if after > start and before < end), default=0.0)
 
 
 class Stepper:
-    """Requests of one engine."""
+    """Steps one engine with its requests."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -52,7 +52,7 @@ class Stepper:
         return timed
 
     def step(self) -> None:
-        """Raises EngineError when a request fails."""
+        """Run one step. Raises EngineError if a request fails."""
         outputs = self._engine.step().outputs
         now = time.perf_counter()
         for output in outputs:
@@ -73,7 +73,7 @@ class Stepper:
             self.step()
 
     def abort(self) -> None:
-        """Forget what is open, and what is in flight for it."""
+        """Abort open requests, and finish the steps in flight."""
         for timed in self._open.values():
             if not timed.has_ended:
                 self._engine.abort(timed.request.request_id)
@@ -83,12 +83,12 @@ class Stepper:
 
 
 def params(num_tokens: int, num_drafts: int | None = 0) -> SamplingParams:
-    """Greedy, to the last token; without drafts unless num_drafts is None."""
+    """Return greedy sampling up to the last token; without drafts unless num_drafts is None."""
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, num_speculative_tokens=num_drafts)
 
 
 def decode_speed(engine: Engine, prompts: Sequence[Sequence[int]], each: SamplingParams) -> tuple[float, Timed]:
-    """Tokens a second of all together, once each has its first one; and the first request."""
+    """Return the joint tokens per second once each request has its first token, and the first request."""
     stepper = Stepper(engine)
     requests = [stepper.add(prompt, each) for prompt in prompts]
     stepper.run(requests)
@@ -101,13 +101,13 @@ def decode_speed(engine: Engine, prompts: Sequence[Sequence[int]], each: Samplin
 
 
 def random_prompt(llm: LLM, num_tokens: int, seed: object) -> list[int]:
-    """Tokens that no cache has; at most half of the context."""
+    """Return tokens that no cache contains; at most half of the context."""
     num_tokens = min(num_tokens, llm.engine.max_model_len // 2)
     return random.Random(repr(seed)).choices(range(32, min(llm.model_config.vocab_size, 4000)), k=num_tokens)
 
 
 def rounds() -> Iterator[int]:
-    """Numbers of rounds, until their time is over: one at least."""
+    """Yield numbers of rounds until the time is over; at least one."""
     begin = time.perf_counter()
     for number in range(MOST_ROUNDS):
         yield number

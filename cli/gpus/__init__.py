@@ -1,1 +1,1 @@
-"""Workers of `serve` on several GPUs: which GPUs and ranks each takes, and how many workers there are."""
+"""Places the workers of `serve` on several GPUs: GPUs and ranks of each worker, and the number of workers."""

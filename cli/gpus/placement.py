@@ -1,8 +1,8 @@
-"""Which GPUs a machine has, which workers it gets by default, and which GPUs each worker takes. Imports no torch.
+"""Finds a machine's GPUs, the default workers for it, and the GPUs of each worker. Imports no torch.
 
-On a CPU a prefill and a decode worker share the cores, as a laptop's way to try disaggregation. On GPUs every worker
-does both: on one H200 two workers that share it take 154 ms instead of 51 to the first token and give 20 to 33% less
-throughput, and on two a prefill worker beside a decode worker gave 5.6k tok/s where two that do both gave 8.6k.
+On a CPU, a prefill and a decode worker share the cores, so that a laptop can try disaggregation. On GPUs every worker
+does both: on one H200, two workers that share it take 154 ms instead of 51 to the first token and have 20 to 33% less
+throughput; on two, a prefill and a decode worker gave 5.6k tok/s where two that do both gave 8.6k.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Placement:
 
     gpus: tuple[str, ...]
     visible: str
-    num_sharing: int  # workers on its fullest GPU, itself counted
+    num_sharing: int  # workers on its fullest GPU, including itself
 
 
 def uses_gpu(device: str) -> bool:
-    """Whether workers will run on a GPU: whether the driver's device file is there."""
+    """Whether workers will run on a GPU: whether the driver's device file exists."""
     return device == "cuda" or (device == "auto" and Path("/dev/nvidiactl").exists())
 
 
 def find_gpus(device: str) -> list[str]:
-    """Find the GPUs that workers can take; none when they will run on a CPU."""
+    """Return the GPUs that workers can take; none if they will run on a CPU."""
     return visible_gpus(os.environ, os.listdir("/dev")) if uses_gpu(device) else []
 
 
 def visible_gpus(env: Mapping[str, str], device_files: Iterable[str]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES lists, else the number of every device file in /dev."""
+    """Return what CUDA_VISIBLE_DEVICES lists, otherwise the number of every device file in /dev."""
     listed = env.get(VISIBLE)
     if listed is not None:
         return [name for name in (part.strip() for part in listed.split(",")) if name and name != "-1"]
@@ -48,7 +48,7 @@ def visible_gpus(env: Mapping[str, str], device_files: Iterable[str]) -> list[st
 
 
 def choose_workers(prefill: int, decode: int, num_ranks: int, num_gpus: int) -> tuple[int, int, str]:
-    """Fill in how many workers there are of a role where that is negative, and say why. num_ranks: of each worker."""
+    """Fill in the number of workers of a role where it is negative, and return why. num_ranks: of each worker."""
     reason = ""
     if prefill < 0:
         prefill = 0
@@ -59,7 +59,7 @@ def choose_workers(prefill: int, decode: int, num_ranks: int, num_gpus: int) -> 
 
 
 def place(gpus: Sequence[str], sizes: Sequence[int]) -> list[Placement]:
-    """GPUs for workers of so many ranks each, in turn."""
+    """Assign GPUs in turn to workers with these numbers of ranks."""
     first, taken = 0, []
     for size in sizes:
         taken.append([(first + rank) % len(gpus) for rank in range(size)])

@@ -1,4 +1,4 @@
-"""Workers of a cluster on this machine's GPUs: how many of how many ranks, and what each takes."""
+"""Workers of a cluster on this machine's GPUs: their number, their ranks, and their GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 
 
 def engine_settings_of_ep(serve: ServeConfig, namespace: argparse.Namespace) -> dict[str, Any]:
-    """The engine's settings for which --ep stands. Raises ConfigError for another --tp."""
+    """Return the engine settings that --ep implies. Raises ConfigError if --tp differs."""
     ep = serve.of(RankSettings).ep
     if ep == 1:
         return {}
@@ -35,7 +35,7 @@ def fit_to_gpus(
     namespace: argparse.Namespace,
     env: Mapping[str, str],
 ) -> tuple[ServeConfig, EngineConfig, str]:
-    """Fill in how many workers of how many ranks there are, where that is not given; and why."""
+    """Fill in the numbers of workers and ranks that are not given; also return why."""
     if not gpus:
         return serve, engine, ""
     reasons = []
@@ -50,7 +50,7 @@ def fit_to_gpus(
 
 
 def placed(workers: Sequence[LocalWorker], serve: ServeConfig, gpus: Sequence[str]) -> list[LocalWorker]:
-    """The workers with their ranks and GPUs. Those of one GPU share `--gpu-memory-fraction` equally.
+    """Return the workers with their ranks and GPUs. Workers on one GPU share `--gpu-memory-fraction` equally.
 
     Raises ConfigError.
     """
@@ -73,7 +73,7 @@ def placed(workers: Sequence[LocalWorker], serve: ServeConfig, gpus: Sequence[st
 
 
 def check_placement(config: ClusterConfig, model: ModelFiles, argv: Sequence[str]) -> list[str]:
-    """Check the model before workers start. Returns what `serve` tells of their GPUs. Raises ConfigError."""
+    """Check the model before workers start. Returns the lines about GPUs that `serve` prints. Raises ConfigError."""
     check_ranks(config, model)
     if "--use-cuda-graph" in argv and not uses_gpu(config.engine.device):
         print("note: --use-cuda-graph has no effect on a CPU", file=sys.stderr)
@@ -81,7 +81,7 @@ def check_placement(config: ClusterConfig, model: ModelFiles, argv: Sequence[str
 
 
 def check_ranks(config: ClusterConfig, model: ModelFiles) -> None:
-    """Raise ConfigError for a model that cannot be divided among the ranks of a worker."""
+    """Raise ConfigError if the model cannot be divided among the ranks of a worker."""
     engines = {worker.engine.num_ranks: worker.engine for worker in config.workers}
     if max(engines) > 1:
         from engine.loader.load import check_model  # imports torch, which takes a second
@@ -91,7 +91,7 @@ def check_ranks(config: ClusterConfig, model: ModelFiles) -> None:
 
 
 def placement_lines(config: ClusterConfig) -> list[str]:
-    """Which worker takes which GPUs, and why there are so many; nothing on a CPU."""
+    """Return lines about the GPUs of each worker and the number of workers; none on a CPU."""
     lines = [f"{worker.name} on GPU {', '.join(worker.gpus)}" for worker in config.workers if worker.gpus]
     if lines and config.why_these_workers:
         lines.append(f"{config.why_these_workers} (--prefill, --decode and --tp override)")

@@ -1,1 +1,1 @@
-"""What `serve` tells those who come from other programs, or have misspelt something."""
+"""Hints of `serve` for users of other programs, and for misspelt names."""

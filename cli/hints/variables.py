@@ -1,4 +1,4 @@
-"""Environment variables that are misspelt."""
+"""Finds misspelt environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.config import ENV_PREFIX
 
 
 def misspelt_variables(env: Mapping[str, str], *classes: type[Any]) -> list[str]:
-    """A line on each variable that is no setting's and looks like one."""
+    """Return a line about each variable that is not a setting but resembles one."""
     known = {field.name.upper() for cls in classes for field in dataclasses.fields(cls)}
     given = {name.removeprefix(ENV_PREFIX) for name in env if name.startswith(ENV_PREFIX)}
     lines = []

@@ -1,4 +1,4 @@
-"""Flags and modes of vLLM, and what to use in their place."""
+"""Flags and modes of vLLM, and what to use instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INSTEAD_OF_VLLM = {
 
 
 def check_quant_mode(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """A mode of other programs gets an answer that names ours. Raises ConfigError."""
+    """Refuse modes of other programs with an error that names ours. Raises ConfigError."""
     known = next(f for f in dataclasses.fields(EngineConfig) if f.name == "quant_mode").metadata["choices"]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--quant-mode", default=env.get(ENV_PREFIX + "QUANT_MODE", ""))

@@ -1,1 +1,1 @@
-"""The node agent of a local cluster, which keeps the host tier."""
+"""The node agent of a local cluster, which owns the host tier."""

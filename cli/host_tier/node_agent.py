@@ -1,4 +1,4 @@
-"""The node agent as a service of `serve`. It stops last."""
+"""The node agent as a service of `serve`, which stops last."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OWN_FIELDS = "host", "port", "socket", "cluster_token", "metrics_port", "drain_g
 
 @dataclass(frozen=True, slots=True)
 class NodeAgent:
-    """Its settings, and its port of gRPC."""
+    """The node agent's settings and its gRPC port."""
 
     config: AgentConfig
     port: int
 
     def socket(self, run_dir: Path) -> str:
-        """Where workers find it. Those that are ready before it wait for it."""
+        """Return the path of its socket. Workers that are ready earlier wait for it."""
         return str(run_dir / "agent.sock")
 
     def spec(self, plan: Plan) -> ServiceSpec:
@@ -37,5 +37,5 @@ class NodeAgent:
 
 
 def node_agent(config: AgentConfig, port: int) -> NodeAgent | None:
-    """A node agent does nothing but hold the host tier: None without one."""
+    """Return the node agent; None without a host tier, which is all that it holds."""
     return NodeAgent(config, port) if config.host_tier_gb > 0 else None

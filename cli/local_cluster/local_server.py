@@ -1,7 +1,7 @@
-"""A cluster for the duration of one command: `chat` and `demo` use it when no server runs, and say so first.
+"""A cluster for the duration of one command; `chat` and `demo` use it if no server runs, and say so first.
 
-Starts `mini-infer serve` as a child that can't outlive us and in a session of its own, so that Ctrl-C in a chat
-doesn't stop it. Its progress display goes to our standard error.
+Starts `mini-infer serve` as a child that cannot outlive this process and in a separate session, so that Ctrl-C in a
+chat does not stop it. Its progress display goes to our standard error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROBE_SECONDS = 2.0
 
 
 def server_answers(url: str) -> bool:
-    """Whether a server at `url` takes requests. One that knows no /readyz, somebody else's, takes them."""
+    """Whether a server at `url` accepts requests. Other servers, without /readyz, count as accepting."""
     try:
         return httpx.get(f"{url}/readyz", timeout=PROBE_SECONDS).status_code < 500
     except (httpx.HTTPError, httpx.InvalidURL):
@@ -41,10 +41,10 @@ def server_answers(url: str) -> bool:
 
 
 class LocalServer:
-    """Context manager; `url` answers when it is entered. Raises UnavailableError when the cluster can't start."""
+    """Context manager; `url` answers once it is entered. Raises UnavailableError if the cluster cannot start."""
 
     def __init__(self, serve_flags: Sequence[str], port: int = 0, api_key: str = "") -> None:
-        """api_key: passed by environment, as every user can read a command line."""
+        """api_key: passed in the environment, as every user can read command lines."""
         self._port = port or free_ports(1)[0]
         self._environment = os.environ | ({API_KEY: api_key} if api_key else {})
         self._flags = tuple(serve_flags)
@@ -61,7 +61,7 @@ class LocalServer:
         )
         try:
             self._wait_ready()
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: nothing may stay open
             self._stop()
             raise
         return self
@@ -70,7 +70,7 @@ class LocalServer:
         self._stop()
 
     def _wait_ready(self) -> None:
-        """Wait until `serve` reports readiness: the router alone answers as soon as one worker is there."""
+        """Wait until `serve` reports readiness: the router alone answers as soon as one worker is ready."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("ready in "):
@@ -82,7 +82,7 @@ class LocalServer:
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its children go with it
+            self._process.kill()  # its children end with it
             self._process.wait()
         finally:
             if self._process.stdout is not None:
@@ -90,7 +90,7 @@ class LocalServer:
 
 
 def port_of(url: str) -> int:
-    """The port to start a server on, so that it answers at `url`. Raises UnavailableError for another machine's."""
+    """Return the port for a server that answers at `url`. Raises UnavailableError for another machine."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url!r}: give the server's root, such as {DEFAULT_URL}")
@@ -100,7 +100,7 @@ def port_of(url: str) -> int:
 
 
 def add_start_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that `server_for` reads besides those of a client."""
+    """Add the flags that `server_for` reads in addition to a client's."""
     parser.epilog = "Flags that are not listed here go to `mini-infer serve` when one is started."
     parser.add_argument("--start", action="store_true", help="start a cluster when no server answers at --url")
     parser.add_argument(
@@ -111,7 +111,7 @@ def add_start_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_with_serve_flags(parser: SettingsParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The parser's flags, and those that are left for `serve`. Ends the program when neither knows one."""
+    """Return the parser's flags, and the rest for `serve`. Ends the program if neither knows a flag."""
     arguments, serve_flags = parser.parse_known_args(argv)
     if unknown := build_parser(parser.prog).parse_known_args(serve_flags)[1]:
         parser.unrecognized(unknown)
@@ -120,7 +120,7 @@ def parse_with_serve_flags(parser: SettingsParser, argv: Sequence[str]) -> tuple
 
 @contextlib.contextmanager
 def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool) -> Iterator[tuple[str, bool]]:
-    """(url, whether it was started here). Raises UnavailableError when none runs and none may be started."""
+    """Yield (url, whether it was started here). Raises UnavailableError if none runs and none may be started."""
     url = server_root(arguments.url or DEFAULT_URL)
     is_private = arguments.dry_run and not arguments.url  # whatever runs at the default address
     if not is_private and server_answers(url):
@@ -146,7 +146,7 @@ def server_for(arguments: argparse.Namespace, serve_flags: list[str], may_ask: b
 def find_or_start(
     arguments: argparse.Namespace, serve_flags: list[str], may_ask: bool
 ) -> Iterator[tuple[ApiClient, str]]:
-    """A client of that server, and the model to ask for."""
+    """Yield a client of that server, and the model to ask for."""
     with (
         server_for(arguments, serve_flags, may_ask) as (url, is_ours),
         ApiClient(url, api_key_of(arguments)) as client,
@@ -155,10 +155,10 @@ def find_or_start(
 
 
 def describe_cluster(serve_flags: Sequence[str]) -> str:
-    """Which model and workers `mini-infer serve` would start here. Downloads nothing. Raises ConfigError."""
+    """Describe the model and workers that `mini-infer serve` would start. Downloads nothing. Raises ConfigError."""
     config = parse_config(serve_flags, os.environ)
     model = "a tiny random model" if config.engine.model == DRY_RUN_MODEL_NAME else config.engine.model
-    if uses_gpu(config.engine.device):  # `serve` says which worker takes which, when it has read the model's size
+    if uses_gpu(config.engine.device):  # `serve` shows the GPUs of each worker once it has read the model's size
         return f"{model or DEFAULT_MODEL_NAME} on this machine's GPUs"
     return f"{model or DEFAULT_MODEL_NAME} on this machine's CPU, {workers_of(config)}"
 

@@ -1,1 +1,2 @@
-"""Markdown in a terminal, wrapped and colored while it streams. Without it `mini-infer chat` prints plain text."""
+"""Markdown in a terminal, wrapped and colored while it streams. Without this wing `mini-infer chat` prints plain
+text."""

@@ -1,8 +1,8 @@
-"""Show Markdown while it streams. Pure: pieces in, text with escape sequences out, whatever the pieces are.
+"""Shows Markdown while it streams. Pure: pieces in, text with escape sequences out, however the text is cut.
 
-Bold, italic, code spans, headings, lists, quotes and code blocks are told by their marks; all else is shown as it
-came. A mark whose other end may still come is held back, for at most MAX_SPAN characters: nothing is ever shown twice
-or changed after it was shown. `cli/markdown/wrap.py` does the rows.
+Bold, italic, code spans, headings, lists, quotes and code blocks are recognized; everything else is shown unchanged.
+A mark whose closing mark may still come is held back, for at most MAX_SPAN characters: nothing is shown twice or
+changed after it was shown. `cli/markdown/wrap.py` breaks rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cli.markdown.wrap import Style, WrappedText
 
-MAX_SPAN = 300  # characters between a mark and the one that ends it
+MAX_SPAN = 300  # characters between a mark and its closing mark
 MAX_INFO = 80  # characters after a fence
 _ESCAPABLE = "*_`#"
 _STYLES = {1: Style.ITALIC, 2: Style.BOLD, 3: Style.BOLD | Style.ITALIC}
@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"[^*_`\\]+")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A pair of marks; `content` lies between them and `end` after them. Without style: marks that mean nothing."""
+    """A pair of marks: `content` is between them, and `end` after them. Without style, the marks mean nothing."""
 
     content: str
     end: int
@@ -34,13 +34,13 @@ class Span:
 
 
 class Markdown:
-    """Feed it an answer piece by piece, then `finish`; both return what a terminal is to be sent."""
+    """Feed it an answer piece by piece, then call `finish`; both return text for the terminal."""
 
     def __init__(self, columns: Callable[[], int], has_color: bool = True) -> None:
         self._out = WrappedText(columns, has_color)
         self._held = ""  # not shown yet
-        self._fence = ""  # that began the code block which is open
-        self._show_rest: Callable[[str, bool], int] | None = None  # how this line goes on; None: at its beginning
+        self._fence = ""  # that began the open code block
+        self._show_rest: Callable[[str, bool], int] | None = None  # shows the rest of this line; None: at its start
         self._line_style = Style.PLAIN
         self._previous = ""  # character before `_held`
         self._is_quote = False
@@ -52,7 +52,7 @@ class Markdown:
         return self._out.take()
 
     def finish(self) -> str:
-        """The rest of the answer."""
+        """Return the rest of the answer."""
         self._show(is_end=True)
         self._out.finish()
         return self._out.take()
@@ -80,7 +80,7 @@ class Markdown:
             self._held = self._held[num_characters:]
 
     def _begin_line(self, line: str, is_whole: bool) -> bool:
-        """Find out what a line is, and show its prefix; False until it can be told."""
+        """Determine the kind of a line, and show its prefix; False until it is known."""
         rest = line.lstrip(" ")
         if self._fence:
             return self._begin_code_line(rest, is_whole)
@@ -133,7 +133,7 @@ class Markdown:
         return self._show_inline(line, is_whole, self._line_style, self._previous)
 
     def _show_inline(self, line: str, is_whole: bool, style: Style, previous: str) -> int:
-        """Show as much of a line as is certain; how many characters that are."""
+        """Show the part of a line that is certain; return the number of characters shown."""
         at = 0
         while at < len(line):
             if plain := _PLAIN.match(line, at):
@@ -161,7 +161,7 @@ class Markdown:
 def find_span(
     text: str, at: int, previous: str, is_whole: bool, limit: int, known: dict[int, Span | None]
 ) -> Span | None:
-    """The span that the marks at `at` begin; None while that depends on text that has not come.
+    """Return the span that the marks at `at` begin; None while that depends on text to come.
 
     previous: the character before. limit: where a span must have ended. known: results for this text and limit.
     """
@@ -206,7 +206,7 @@ def _find_span(
         if text[end : end + 1].isalnum() and (mark == "_" or end - position > size):
             closes = False
         if closes:
-            return Span(text[begin:position], position + size, _STYLES[size])  # the rest may end an outer one
+            return Span(text[begin:position], position + size, _STYLES[size])  # the rest may close an outer span
         if character == mark and end - position == size:
             position = end
             continue
@@ -229,10 +229,10 @@ def _ends_word(text: str, end: int) -> bool:
 
 
 def _is_in_word(previous: str, mark: str) -> bool:
-    """Whether marks after this character can't begin a span: 2*3, snake_case. Words of other scripts touch theirs."""
+    """Whether marks after this character cannot begin a span: 2*3, snake_case. Other scripts' marks touch words."""
     return previous.isalnum() and (mark == "_" or previous.isascii())
 
 
 def _code(text: str) -> str:
-    """The content of a code span: a space on both sides is only there to part it from backticks."""
+    """Return the content of a code span, without a space on each side, which only separates it from backticks."""
     return text[1:-1] if text[:1] == text[-1:] == " " and text.strip() else text

@@ -1,7 +1,7 @@
-"""Wrap streamed text at the words that fit into a terminal's row. Pure: text in, text with escape sequences out.
+"""Wraps streamed text between words to fit a terminal's rows. Pure: text in, text with escape sequences out.
 
-A word is written once, when its end is known, so that it never moves to the next row after it was shown. Knows
-nothing of Markdown, nor of where its output goes.
+A word is written once its end is known, so that it never moves to the next row after it was shown. Knows nothing of
+Markdown or of where its output goes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import IntFlag
 
 from rich.cells import cell_len, get_character_cell_size
 
-# Chinese and Japanese are written without spaces: a row may end after any character but these, and begin with any
-# but those.
+# Chinese and Japanese are written without spaces: a row may end after any character except the first set, and begin
+# with any except the second.
 _NO_ROW_END = frozenset("（〈《「『【〔〖〘〚｛［")
 _NO_ROW_START = frozenset("、。，．・：；？！）〉》」』】〕〗〙〛｝］ー々ぁぃぅぇぉっゃゅょァィゥェォッャュョ…‥")
-_HANGUL = range(0xAC00, 0xD7A4)  # Korean has spaces
+_HANGUL = range(0xAC00, 0xD7A4)  # Korean uses spaces
 
 
 class Style(IntFlag):
@@ -33,23 +33,23 @@ _SGR = {Style.BOLD: "1", Style.DIM: "2", Style.ITALIC: "3", Style.CODE: "36"}
 
 
 class WrappedText:
-    """Takes text, gives what a terminal is to be sent. `indent`: columns before every further row of a line."""
+    """Takes text and returns terminal output. `indent`: columns before each continued row of a line."""
 
     def __init__(self, columns: Callable[[], int], has_color: bool = True) -> None:
-        """columns: the terminal's width, asked for each word, because it changes."""
+        """columns: returns the terminal's width; called for each word, because it changes."""
         self.indent = 0
         self._columns = columns
         self._has_color = has_color
         self._out: list[str] = []
-        self._shown = Style.PLAIN  # what the terminal is set to
+        self._shown = Style.PLAIN  # the terminal's current style
         self._column = 0  # cells written to this row
         self._num_spaces = 0  # read, and written with the next word if it fits
         self._word: list[tuple[str, Style]] = []
         self._word_cells = 0
-        self._is_cut = False  # the word is longer than a row, and part of it is written
+        self._is_cut = False  # the word is longer than a row, and partly written
 
     def take(self) -> str:
-        """What is to be written now."""
+        """Return what is to be written now."""
         text = "".join(self._out)
         self._out.clear()
         return text
@@ -69,20 +69,20 @@ class WrappedText:
                 self._cut_word()
 
     def verbatim(self, text: str, style: Style = Style.PLAIN) -> None:
-        """Add text without newlines as it is; the terminal breaks what is longer than its row."""
+        """Add text without newlines unchanged; the terminal breaks it at the end of a row."""
         if text:
             self._end_word()
             self._write_spaces()
             self._write(text, style)
 
     def newline(self) -> None:
-        """End the line. Spaces at its end are not written."""
+        """End the line. Trailing spaces are not written."""
         self._end_word()
         self._out.append("\n")
         self._column = self._num_spaces = self.indent = 0
 
     def finish(self) -> None:
-        """Write the last word, and leave the terminal as it was."""
+        """Write the last word, and reset the terminal's style."""
         self._end_word()
         self._set_style(Style.PLAIN)
 
@@ -94,7 +94,7 @@ class WrappedText:
         self._is_cut = False
 
     def _cut_word(self) -> None:
-        """Begin a word that is longer than a row on a row of its own, and let the terminal break it."""
+        """Begin a word that is longer than a row on a new row, and let the terminal break it."""
         if not self._is_cut:
             self._begin_word(self._word_cells)
             self._is_cut = True
@@ -143,7 +143,7 @@ class WrappedText:
 
 
 def may_break(before: str, after: str) -> bool:
-    """Whether a row may end between two characters of which neither is a space."""
+    """Whether a row may end between two characters, neither of which is a space."""
     if not (_is_unspaced(before) or _is_unspaced(after)):
         return False
     joins = unicodedata.combining(after) or not get_character_cell_size(after)
@@ -151,7 +151,7 @@ def may_break(before: str, after: str) -> bool:
 
 
 def _is_unspaced(character: str) -> bool:
-    """Whether it belongs to a script without spaces between words. Wide symbols, such as emoji, stay in words."""
+    """Whether a character's script has no spaces between words. Wide symbols, such as emoji, stay in words."""
     if character < "\u2e80" or ord(character) in _HANGUL:
         return False
     return unicodedata.east_asian_width(character) in "WF" and unicodedata.category(character)[0] in "LP"

@@ -135,7 +135,7 @@ class SimulatedWorker:
         self._is_busy = False
         self.turn_began = 0.0
         self._has_offers = False  # `Engine.has_work` does not include offers
-        self._loaded: list[tuple[KvLoad, float]] = []  # for the next turn, with the start of the turn that planned each
+        self._loaded: list[tuple[KvLoad, float]] = []  # for the next turn, with the start of the turn that planned it
         self._num_steps = 0
 
     @property

@@ -1,1 +1,2 @@
-"""How many GPUs a model needs. Without it `serve` gives each worker one, unless --tp says otherwise."""
+"""Determines how many GPUs a model needs. Without this wing `serve` gives each worker one, unless --tp says
+otherwise."""

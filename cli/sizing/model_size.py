@@ -1,4 +1,4 @@
-"""Memory that a model's weights take on GPUs, all ranks together, as far as its files tell before they are read."""
+"""Memory of a model's weights on GPUs, over all ranks, as far as its files show without being read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.models.config import PLAIN_BITS
 from engine.models.hf_config import read_hf_config
 
 MADE_BITS = {"int8-weight": 8, "w8a8": 8, "fp8": 8, "int4-weight": 4.5}  # 4.5: with scales
-PACKED_DTYPES = ("auto", "bfloat16")  # in which quantized checkpoints stay as they are
+PACKED_DTYPES = ("auto", "bfloat16")  # dtypes with which quantized checkpoints stay as they are
 
 
 def weight_bytes(engine: EngineConfig) -> int:
-    """0: the files do not tell. Raises UnsupportedModelError for quantized weights that are not known."""
+    """Return the bytes of weights; 0: unknown. Raises UnsupportedModelError for an unknown quantization."""
     files = resolve_model(engine.model)
     if engine.of(DummySettings).load_format == "dummy" or files.kind == "dry-run":
         return 0
@@ -36,13 +36,13 @@ def weight_bytes(engine: EngineConfig) -> int:
 
 
 def _bits(directory: Path) -> tuple[int, int]:
-    """Bits of most weights in the files, and in memory where they stay as they are."""
+    """Return bits of most weights in the files, and in memory if they stay quantized."""
     if not (directory / "config.json").is_file():
         return PLAIN_BITS, PLAIN_BITS
     raw = read_hf_config(directory)
     if not (raw.get("quantization_config") or raw.get("compression_config")):
         return PLAIN_BITS, PLAIN_BITS
-    from engine.loader.source import quantized_checkpoint  # needs torch, which takes a second
+    from engine.loader.source import quantized_checkpoint  # imports torch, which takes a second
 
     quantized = quantized_checkpoint(raw)
     assert quantized is not None

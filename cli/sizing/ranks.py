@@ -1,4 +1,4 @@
-"""How many GPUs share a model: as few as hold its weights."""
+"""Chooses how many GPUs share a model: as few as hold its weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import subprocess
 from cli.sizing.model_size import weight_bytes
 from engine.config import EngineConfig
 
-WEIGHT_SHARE = 0.6  # of a GPU's memory, at most: the rest is for KV and the largest step
+WEIGHT_SHARE = 0.6  # largest share of a GPU's memory: the rest is for KV and the largest step
 QUERY_SECONDS = 10.0
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 def choose_tp(engine: EngineConfig, num_gpus: int) -> tuple[int, str]:
-    """The ranks of a worker, and why there are several."""
+    """Return the ranks of a worker, and why there are several."""
     weights, memory = weight_bytes(engine), smallest_memory()
     tp = fitting_tp(num_gpus, memory, weights)
     if tp == 1:
@@ -22,9 +22,10 @@ def choose_tp(engine: EngineConfig, num_gpus: int) -> tuple[int, str]:
 
 
 def fitting_tp(num_gpus: int, memory_bytes: int, weights: int) -> int:
-    """The fewest GPUs, a power of two, that hold the weights with room for KV; as many as there are when none do.
+    """Return the smallest power of two of GPUs that hold the weights with room for KV; if none do, the most there
+    are.
 
-    weights: their bytes; 0: not known, as memory_bytes may be.
+    weights: in bytes; 0: unknown, as memory_bytes may be.
     """
     tp = 1
     while memory_bytes and weights > tp * memory_bytes * WEIGHT_SHARE and 2 * tp <= num_gpus:
@@ -33,7 +34,7 @@ def fitting_tp(num_gpus: int, memory_bytes: int, weights: int) -> int:
 
 
 def smallest_memory() -> int:
-    """Bytes of the GPU with the least memory; 0 when the driver's tool does not say."""
+    """Return the bytes of the GPU with the least memory; 0 if the driver's tool does not tell."""
     try:
         found = subprocess.run(_QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True).stdout
         return min(int(line) for line in found.split()) << 20

@@ -1,1 +1,1 @@
-"""What services do while `serve` starts them: a live table in a terminal, a line now and then elsewhere."""
+"""Shows what services do while `serve` starts them: a live table in a terminal, otherwise lines at intervals."""

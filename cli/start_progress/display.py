@@ -1,4 +1,4 @@
-"""Start-up display that tells what services do: a live table in a terminal, a line now and then elsewhere."""
+"""Start-up display of what services do: a live table in a terminal, otherwise lines at intervals."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _STYLES = {"starting": "yellow", "ready": "green", "failed": "red"}
 
 
 class ProgressDisplay(StartDisplay):
-    """After the context ends, log lines and states are plain lines."""
+    """Shows starts; after the context ends, log lines and states are plain lines."""
 
     def __init__(self, names: list[str], show_logs: bool, log_format: str = "text") -> None:
         super().__init__(names, show_logs, log_format)
         self._console = Console(stderr=True, highlight=False)
         self._states: dict[str, tuple[str, float]] = dict.fromkeys(names, ("waiting", self._begin))
-        self._statuses: dict[str, tuple[str, float]] = {}  # what a service does, and when that was written as a line
+        self._statuses: dict[str, tuple[str, float]] = {}  # what a service does, and when a line last said it
         self._live: Live | None = None
 
     def __enter__(self) -> ProgressDisplay:
@@ -39,13 +39,13 @@ class ProgressDisplay(StartDisplay):
         super().__exit__()
 
     def state(self, name: str, state: str) -> None:
-        """A service changed its state."""
+        """Show that a service has changed its state."""
         self._states[name] = (state, time.monotonic())
         if self._live is None:
             super().state(name, state)
 
     def status(self, name: str, text: str) -> None:
-        """A service says what it is doing; where there is no live table, a line now and then repeats it."""
+        """Show what a service is doing; without a live table, a line repeats it at intervals."""
         now = time.monotonic()
         written = self._statuses.get(name, ("", now))[1]
         if self._live is None and now - written >= STATUS_SECONDS:

@@ -1,4 +1,4 @@
-"""Reads what services say that they are doing, at the other end of `worker/start_progress`."""
+"""Reads what services say they are doing, sent by `worker/start_progress`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_STATUS_LEN = 200
 
 
 async def read_statuses(path: str, on_status: Callable[[str], None]) -> asyncio.DatagramTransport:
-    """Call `on_status` with each line that comes to a Unix socket at `path`, until the transport is closed."""
+    """Call `on_status` with each line that arrives at a Unix socket at `path`, until the transport is closed."""
     transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
         lambda: _StatusReader(on_status), local_addr=path, family=socket.AF_UNIX
     )

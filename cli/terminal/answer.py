@@ -1,4 +1,4 @@
-"""Views of an answer that streams: as it came through a pipe; in a terminal as Markdown, where that wing is there."""
+"""Views of a streamed answer: unchanged through a pipe; in a terminal as Markdown, if that wing is present."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cli.markdown.markdown import Markdown
 
 DEFAULT_COLUMNS = 80
-SHOWN_REASONING = 400  # characters, of which a line is shown
-# What a terminal would take as a command is shown as its picture: no answer sets the clipboard or the title.
+SHOWN_REASONING = 400  # characters, of which one line is shown
+# Control characters are shown as pictures, so that no answer can set the clipboard or the title.
 _CONTROLS: dict[int, int | None] = {
     **{code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)},
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
@@ -28,7 +28,7 @@ _CONTROLS: dict[int, int | None] = {
 
 
 class AnswerView(Protocol):
-    """Context manager around one answer. Ends with a newline, whatever ended the answer."""
+    """Context manager around one answer. Ends with a newline, however the answer ended."""
 
     def __enter__(self) -> AnswerView: ...
 
@@ -37,11 +37,11 @@ class AnswerView(Protocol):
     def write(self, piece: str) -> None: ...
 
     def reason(self, reasoning: str) -> None:
-        """Show that the model reasons, with what it has written of that so far."""
+        """Show that the model reasons, with the reasoning so far."""
 
 
 class PlainAnswer:
-    """The text and nothing else, on standard output."""
+    """The unchanged text on standard output."""
 
     def __init__(self) -> None:
         self._is_empty = True
@@ -59,11 +59,11 @@ class PlainAnswer:
         sys.stdout.flush()
 
     def reason(self, reasoning: str) -> None:
-        """The answer is what a pipe gets."""
+        """Show nothing: a pipe only gets the answer."""
 
 
 class TerminalAnswer:
-    """The text without what would command the terminal; until there is some of it, a spinner that leaves no trace."""
+    """The text without control characters; before it, a spinner that leaves no trace."""
 
     def __init__(self, console: Console) -> None:
         """console: of standard output."""
@@ -87,7 +87,7 @@ class TerminalAnswer:
         self._show(self._markdown.feed(text) if self._markdown else text)
 
     def reason(self, reasoning: str) -> None:
-        """Show the end of it where the spinner turns, until the answer begins."""
+        """Show the end of the reasoning next to the spinner, until the answer begins."""
         if self._status is not None:
             end = " ".join(reasoning[-SHOWN_REASONING:].translate(_CONTROLS).split())
             self._status.update(Text(f"thinking: {end[-(stdout_columns() - 14) :]}", style="dim", no_wrap=True))
@@ -112,14 +112,14 @@ def _markdown(console: Console) -> Markdown | None:
 
 
 def view_of_stdout() -> AnswerView:
-    """The view that suits standard output."""
+    """Return the view that suits standard output."""
     console = Console()
     is_terminal = sys.stdout.isatty() and not console.is_dumb_terminal
     return TerminalAnswer(console) if is_terminal else PlainAnswer()
 
 
 def stdout_columns() -> int:
-    """Width of the terminal now. Not from COLUMNS, which a resize leaves as it is."""
+    """Return the terminal's current width. COLUMNS is not used, since a resize does not change it."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or DEFAULT_COLUMNS
     except OSError:

@@ -1,7 +1,7 @@
 """`mini-infer chat`: a conversation in the terminal, or line by line through a pipe.
 
 `Conversation` holds the messages and interprets slash commands; `Chat` shows it. Neither knows how a server is
-started (`cli/local_cluster`) or spoken to (`cli/client`), or what an answer looks like (`cli/terminal`).
+started (`cli/local_cluster`) or called (`cli/client`), or how an answer is shown (`cli/terminal`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Conversation:
         return [*head, *self.turns]
 
     def command(self, line: str) -> str | None:
-        """Carry out a slash command; what to tell the user, or None to leave. Raises InvalidRequestError."""
+        """Execute a slash command; return what to tell the user, or None to leave. Raises InvalidRequestError."""
         name, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if name in ("/exit", "/quit"):
@@ -79,7 +79,7 @@ class Conversation:
 
 @dataclass
 class Chat:
-    """Reads lines, streams answers. Interactive or not differs only in console, line reader and view of an answer."""
+    """Reads lines and streams answers. Interactive use differs only in console, line reader and view of answers."""
 
     client: ApiClient
     model: str
@@ -89,14 +89,14 @@ class Chat:
     open_view: Callable[[], AnswerView] = PlainAnswer
 
     def run(self, read_line: ReadLine) -> int:
-        """Converse until /exit or the end of the input. Exit code 1 when the last answer failed."""
+        """Converse until /exit or the end of the input. Return 1 if the last answer failed."""
         failed = False
         while True:
             try:
                 line = read_line()
             except EOFError:
                 return int(failed)
-            except KeyboardInterrupt:  # at the prompt: clears the line
+            except KeyboardInterrupt:  # at the prompt, where it clears the line
                 continue
             if not line.strip():
                 continue
@@ -155,7 +155,7 @@ def build_parser() -> SettingsParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command."""
+    """Run the command."""
     parser = build_parser()
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if has_wing("cli.local_cluster"):
@@ -194,7 +194,7 @@ def _prompt_reader() -> ReadLine:
 
 
 def history_path() -> Path:
-    """Path of the input history, readable by the user alone."""
+    """Return the path of the input history, which only the user can read."""
     base = os.environ.get("XDG_STATE_HOME", "") or Path.home() / ".local" / "state"
     path = Path(base) / "mini-infer" / "chat_history"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -9,26 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-LFLAG, IFLAG, CONTROL = 3, 0, 6  # indexes of what termios.tcgetattr returns
+LFLAG, IFLAG, CONTROL = 3, 0, 6  # indexes of the result of termios.tcgetattr
 
 
 @contextmanager
 def keys_kept(fd: int) -> Iterator[None]:
-    """Show no key that is typed, and keep them for the prompt that comes next, which shows them.
+    """Show no typed keys, and keep them for the next prompt, which shows them.
 
-    Ctrl-C and Ctrl-Z still send their signals, without throwing away what was typed before. Ctrl-C does nothing
-    outside `interrupted_once`: whoever stops an answer that has just ended must not end the program. A prompt that
-    switches the terminal to its own mode must leave it as it was. Called in the main thread.
+    Ctrl-C and Ctrl-Z still send their signals, but do not discard what was typed before. Ctrl-C does nothing outside
+    of `interrupted_once`: stopping an answer that has just ended must not end the program. A prompt that switches the
+    terminal to its own mode must restore it. Call it in the main thread.
     """
     before = termios.tcgetattr(fd)
     mode = termios.tcgetattr(fd)
     mode[LFLAG] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
     mode[LFLAG] |= termios.NOFLSH
-    mode[IFLAG] &= ~termios.ICRNL  # the Enter key is \r for a prompt
+    mode[IFLAG] &= ~termios.ICRNL  # prompts expect \r for the Enter key
     mode[CONTROL][termios.VMIN] = 1
 
     def on_continue(_number: int, _frame: FrameType | None) -> None:
-        """After Ctrl-Z and `fg`: the shell may have set a mode with echo, which no prompt of ours has."""
+        """Restore the mode after Ctrl-Z and `fg`: the shell may have set one with echo, unlike our prompts."""
         if os.tcgetpgrp(fd) == os.getpgrp() and termios.tcgetattr(fd)[LFLAG] & termios.ECHO:
             termios.tcsetattr(fd, termios.TCSANOW, mode)
 
@@ -47,10 +47,10 @@ def keys_kept(fd: int) -> Iterator[None]:
 
 @contextmanager
 def signals_for_main_thread() -> Iterator[None]:
-    """Let threads that are started inside take no signals.
+    """Let threads started inside the context receive no signals.
 
-    Handlers run in the main thread. Where another one has taken the signal, that is only when a system call in which
-    the main thread waits has ended by itself.
+    Handlers run in the main thread. If another thread receives the signal, that is only after the system call in
+    which the main thread waits has ended.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -61,7 +61,7 @@ def signals_for_main_thread() -> Iterator[None]:
 
 @contextmanager
 def interrupted_once() -> Iterator[None]:
-    """Let the first Ctrl-C raise KeyboardInterrupt; those that an impatient user adds must not end the program."""
+    """Let the first Ctrl-C raise KeyboardInterrupt; further ones must not end the program."""
     is_first = True
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`mini-infer explain ID`: where the time of a request went, and which placements were weighed."""
+"""`mini-infer explain ID`: where a request's time was spent, and which placements were considered."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def explanation(model: str, choice: Mapping[str, Any]) -> RenderableType:
-    """One choice of a request, from the JSON of GET /explain."""
+    """Show one choice of a request, from the JSON of GET /explain."""
     head = Text.assemble(
         (choice["choice"], "bold"),
         f"  {model}, {choice['state']}: {choice['prompt_tokens']} prompt tokens ({choice['cached_tokens']} cached), "
         f"{choice['output_tokens']} output tokens, {choice['migrations']} migrations, {choice['moves']} moves",
     )
     parts: list[RenderableType] = [_time_line(choice), _legs(choice["workers"]), *map(_decision, choice["decisions"])]
-    if choice.get("hindsight"):  # not of an open answer, and not of one that moved
+    if choice.get("hindsight"):  # neither for an open answer, nor for one that moved
         parts.append(_hindsight(choice["hindsight"], choice["decisions"][0]["chosen"]))
     return Group(head, *parts)
 
@@ -75,7 +75,7 @@ def _legs(legs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _decision(decision: Mapping[str, Any]) -> Table:
-    """The candidates, the cheapest first; the chosen one is marked."""
+    """Show the candidates, cheapest first; the chosen one is marked."""
     candidates = sorted(decision["candidates"], key=lambda candidate: candidate["cost_seconds"])
     terms = list(dict.fromkeys(name for candidate in candidates for name in candidate["terms_seconds"]))
     table = _table("", "placement", "prefill", "decode", "cost", *terms, "cached", title=f"\n{decision['policy']}")
@@ -93,7 +93,7 @@ def _decision(decision: Mapping[str, Any]) -> Table:
 
 
 def _hindsight(found: Mapping[str, Any], predicted: Mapping[str, Any]) -> Text:
-    """What the choice cost more than the best one, and what was predicted worst of it."""
+    """Compare the cost of the choice with the best one, and name the worst prediction."""
     known, best = found["chosen"], found["best"]
     errors = {
         name: value - predicted["terms_seconds"].get(name, 0.0) for name, value in known["terms_seconds"].items()

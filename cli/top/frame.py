@@ -65,7 +65,7 @@ def workers_table(workers: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
 
 
 def kv_bar(used: float, cached: float) -> Text:
-    """Blocks in use, then those that only the prefix cache holds, then free ones."""
+    """Draw blocks in use, then blocks held only by the prefix cache, then free ones."""
     num_used = round(used * BAR_WIDTH)
     num_cached = round((used + cached) * BAR_WIDTH) - num_used
     bar = Text("█" * num_used, style="blue")
@@ -95,7 +95,7 @@ def journeys_table(requests: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def journey_bar(spans: Sequence[Sequence[Any]], longest: float) -> Text:
-    """Each span's part of JOURNEY_WIDTH cells, which stand for `longest` seconds."""
+    """Draw each span's part of JOURNEY_WIDTH cells, which stand for `longest` seconds."""
     bar, end, cell = Text(), 0.0, 0
     for phase, _, seconds in spans:
         end += seconds

@@ -1,4 +1,4 @@
-"""What a router tells: its events, and one request's explanation. All errors are MiniInferErrors."""
+"""Reads a router's events, and the explanation of a request. All errors are MiniInferErrors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class RouterClient(ApiClient):
     """A client of a router."""
 
     def events(self) -> Generator[tuple[str, Any], None, None]:
-        """(name, value) of each event, until the router ends. Raises ApiError, UnavailableError after a silence."""
+        """Yield (name, value) of each event, until the router ends. Raises ApiError, UnavailableError after a
+        silence."""
         try:
             with self._http.stream("GET", "/cluster/events", timeout=SILENCE_SECONDS) as reply:
                 if reply.status_code != 200:
@@ -36,12 +37,12 @@ class RouterClient(ApiClient):
 
 
 def router_of(arguments: argparse.Namespace) -> RouterClient:
-    """A client of the router that the arguments name. Raises ConfigError."""
+    """Return a client of the router that the arguments name. Raises ConfigError."""
     return RouterClient(arguments.url, api_key_of(arguments))
 
 
 def parsed(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Events of one data line each."""
+    """Parse events with one data line each."""
     name = ""
     for line in lines:
         if line.startswith("event: "):

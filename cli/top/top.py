@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
                 num_frames += 1
                 if not arguments.once:
                     live.update(frame(facts, value), refresh=True)
-                elif num_frames == 2:  # the first one has no rates, unless others watch
+                elif num_frames == 2:  # the first frame has no rates, unless others watch
                     console.print(frame(facts, value))
                     break
     return 0
