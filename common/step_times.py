@@ -1,11 +1,11 @@
-"""How long a worker's steps take, learned from steps that were measured. Pure: no clock.
+"""Learns how long a worker's steps take, from measured steps. Pure: no clock.
 
     seconds = base + row * decode rows + context * tokens of KV that they read    of a step that only decodes
             + prompt + prompt_token * tokens + prompt_context * pairs             where it computes prompt tokens, too
 
-`pairs` counts each prompt token once for every token before it, see `common/pairs.py`. `prompt` is what such a step
-takes however few the tokens are: on a GPU the host starts its kernels one by one where decode steps are graphs. An
-engine bounds its prompt chunks by this, and a router predicts with it; both learn it for themselves.
+`pairs` counts each prompt token once for every token before it, see `common/pairs.py`. `prompt` is the fixed cost of
+a step with prompt tokens: on a GPU the host launches its kernels one by one, while decode steps are graphs. An engine
+limits its prompt chunks by these costs, and a router predicts with them; each learns them itself.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FADE = 0.98  # what a step counts for after the next one of its kind
-INERTIA = 0.5  # of the slopes, as variance of sizes (in means): in directions that vary less they change slowly
-NUM_SKIPPED = 2  # steps of a kind at the start, which compile kernels
-FAR = 4.0  # times what was expected: a longer step is an accident, after a shorter one all is learned anew
-FEW_CONTEXT_TOKENS = 4096  # a step's: with fewer, accidents look like a cost of context, which many tokens multiply
+FADE = 0.98  # weight of a step after the next one of its kind
+INERTIA = 0.5  # weight of the old slopes, as variance of sizes (in means): they change slowly where sizes vary less
+NUM_SKIPPED = 2  # first steps of each kind, which compile kernels
+FAR = 4.0  # times the expectation: a longer step is an outlier; after one shorter by this, learning starts again
+FEW_CONTEXT_TOKENS = 4096  # with fewer, outliers look like a cost of context, which many tokens would multiply
 NOTHING = 1e-9  # rounding errors, as a share
-MIN_PROMPT_TOKENS = 16  # fewer tell nothing of the time of a token
+MIN_PROMPT_TOKENS = 16  # with fewer, the time of a token cannot be told
 SPREAD = 1.25  # before it is measured
-WIDEST = 1.6  # more is no spread but another cost
-SPREAD_STEP = 0.02  # by which one longer step raises it
-SPREAD_STEPS = 250  # after which it falls halfway to the longest of them: one step in 500 or so is longer than it,
+WIDEST = 1.6  # a larger ratio is not spread but another cost
+SPREAD_STEP = 0.02  # how much one longer step raises it
+SPREAD_STEPS = 250  # after which it falls halfway to the longest of them: about one step in 500 is longer than it,
 # since a 99th percentile of 100 gaps is their longest
 
 
@@ -37,7 +37,7 @@ class StepCost:
     prompt: float = 0.0
     prompt_token: float = 0.0
     prompt_context: float = 0.0
-    spread: float = SPREAD  # what one step in 500 with prompt tokens beside decode rows takes, in predicted ones
+    spread: float = SPREAD  # factor over the prediction that one in 500 steps with prompts and decode rows exceeds
 
     def seconds(
         self, num_rows: float, num_prompt_tokens: float = 0.0, context: float = 0.0, pairs: float = 0.0
@@ -46,20 +46,20 @@ class StepCost:
         return decode + self.prompt + self.work(num_prompt_tokens, pairs) if num_prompt_tokens else decode
 
     def work(self, num_prompt_tokens: float, pairs: float) -> float:
-        """Seconds for prompt tokens alone, however many steps they are spread over."""
+        """Return the seconds for the prompt tokens alone, however many steps they are spread over."""
         return self.prompt_token * num_prompt_tokens + self.prompt_context * pairs
 
 
 class StepTimes:
-    """Takes measured steps; `cost` is what they say."""
+    """Takes measured steps; `cost` is the estimate."""
 
     def __init__(self, starts_flat: bool = True) -> None:
-        """starts_flat: rows are expected to cost nothing until they do; else each costs what the first one does."""
+        """starts_flat: rows are assumed to cost nothing until measured; otherwise each costs as much as the first."""
         self.cost = StepCost()
         self._decode = _Plane(starts_flat, few=FEW_CONTEXT_TOKENS)
         self._prompts = _Plane(starts_flat=False)
         self._spread = SPREAD
-        self._longest, self._num_compared = 1.0, 0  # of the steps that the spread is learned from
+        self._longest, self._num_compared = 1.0, 0  # of the steps since the spread was last lowered
 
     def observe(
         self, num_rows: int, num_prompt_tokens: int, seconds: float, context: float = 0.0, pairs: float = 0.0
@@ -74,14 +74,14 @@ class StepTimes:
             if num_rows and cost.prompt_token and cost.base:
                 self._widen(seconds / cost.seconds(num_rows, num_prompt_tokens, context, pairs))
             decode = cost.seconds(num_rows, context=context)
-            if decode > seconds:  # where each step has prompts, this alone corrects it
+            if decode > seconds:  # if every step has prompts, only this corrects it
                 self._decode.add(num_rows, context, seconds)
             decode = min(decode, 0.9 * seconds)
             self._prompts.add(num_prompt_tokens, pairs, seconds - decode, decode)
         self.cost = StepCost(*self._decode.parts, *self._prompts.parts, self._spread)
 
     def _widen(self, ratio: float) -> None:
-        """Move the spread to where one step in 500 or so is beyond it."""
+        """Move the spread to where about one step in 500 exceeds it."""
         self._longest, self._num_compared = max(self._longest, ratio), self._num_compared + 1
         if ratio > self._spread:
             self._spread = min(self._spread + SPREAD_STEP, WIDEST)
@@ -91,14 +91,15 @@ class StepTimes:
 
 
 class _Plane:
-    """base + a * x + b * z through points, the newest of which count most, each for its relative error.
+    """base + a * x + b * z, fitted to points by relative error, with the most weight on the newest.
 
-    No part is negative. Sizes that are nearly proportional, or hardly vary, do not tell a from b, nor either from the
-    base: in such directions the slopes stay near what they were.
+    No part is negative. Sizes that are nearly proportional or hardly vary cannot separate a from b, or either from
+    the
+    base: along such directions the slopes keep their old values.
     """
 
     def __init__(self, starts_flat: bool, few: float = 0.0) -> None:
-        """starts_flat: what it is before points differ: flat, or proportional to x. few: z that teaches b little."""
+        """starts_flat: the fit before points differ, flat or proportional to x. few: with less z, b learns little."""
         self._starts_flat, self._few = starts_flat, few
         self._num_added = 0
         self._reset()
@@ -110,8 +111,9 @@ class _Plane:
         self.parts = (0.0, 0.0, 0.0)  # base, a, b
 
     def add(self, x: float, z: float, y: float, beside: float = 0.0) -> None:
-        """beside: what a step took apart from y. Errors are shares of the whole step: the few tokens at a prompt's
-        end take next to nothing beside decode rows, which have the weights read anyway, and tell little."""
+        """Add a point. beside: time of the step outside of y. Errors are shares of the whole step: the few tokens at
+        a prompt's end take almost no time in a step with decode rows, which reads the weights anyway, and tell
+        little."""
         self._num_added += 1
         if self._num_added <= NUM_SKIPPED:
             return
@@ -138,10 +140,10 @@ class _Plane:
         self._fit()
 
     def _fit(self) -> None:
-        """Least squares with inertia, in units of the means: of x, z and y are 1."""
+        """Fit least squares with inertia, in units of the means of x, z and y."""
         n = self._n
         mean_x, mean_z, mean_y = self._x / n, self._z / n, self._y / n
-        least_a = 0.0 if self._starts_flat else 0.2  # prompts take time by the token, whatever a few points say
+        least_a = 0.0 if self._starts_flat else 0.2  # prompt tokens take time, whatever a few points say
         old_a, old_b = (0.0, 0.0) if self._starts_flat else (1.0, 0.0)
         if self._slopes is not None:
             old_a, old_b = self._slopes[0] * mean_x / mean_y, self._slopes[1] * mean_z / mean_y

@@ -1,7 +1,7 @@
-"""Wait for files that others make: `python -m common.wait_for PATH --hint TEXT` exits with 0 when PATH is there.
+"""Wait for files made by others: `python -m common.wait_for PATH --hint TEXT` exits with 0 once PATH is there.
 
-An init container's command. A socket counts when somebody accepts connections on it; any other path when it exists.
-After `--seconds` it exits with 1 and says what is missing; the hint says who makes it.
+Used by init containers. A socket counts once it accepts connections; any other path when it exists. After `--seconds`
+it exits with 1 and says what is missing; the hint says who makes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONNECT_SECONDS = 2.0
 
 
 def missing(path: Path) -> str | None:
-    """Reason why `path` does not count as being there; None when it does."""
+    """Return why `path` does not count as being there; None: it does."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 when the path is there, 1 when it was not in time."""
+    """Return the exit code: 0 if the path is there, 1 if it was not in time."""
     arguments = build_parser().parse_args(argv)
     deadline = time.monotonic() + arguments.seconds
     reason = missing(arguments.path)
@@ -61,5 +61,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_on_sigterm(128 + signal.SIGTERM)  # else a pod that is deleted waits for its whole grace period
+    exit_on_sigterm(128 + signal.SIGTERM)  # otherwise a pod that is deleted would wait for its whole grace period
     sys.exit(main())

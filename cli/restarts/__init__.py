@@ -1,1 +1,1 @@
-"""Services of a local cluster that are started again when they end."""
+"""Restarts services of a local cluster that end."""

@@ -1,4 +1,4 @@
-"""Start a service again whenever it ends. `RestartPolicy` decides when."""
+"""Restarts a service whenever it ends. `RestartPolicy` decides when."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ class RestartPolicy:
     """Decides after each death of one service how long to wait before its restart. Pure; it never gives up.
 
     The first restart is immediate, because open streams wait for it. Every further death doubles the delay, from
-    FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS. A service that was ready for longer than that starts afresh.
+    FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS. The delay is reset if a service was ready for longer than
+    MAX_DELAY_SECONDS.
     """
 
     _delay = 0.0
 
     def next_delay(self, ready_seconds: float) -> float:
-        """Seconds to wait after a death. `ready_seconds`: how long the service had been ready; 0: it never was."""
+        """Return the seconds to wait after a death. ready_seconds: how long the service had been ready; 0: never."""
         delay = 0.0 if ready_seconds > MAX_DELAY_SECONDS else self._delay
         self._delay = min(max(FIRST_DELAY_SECONDS, 2 * delay), MAX_DELAY_SECONDS)
         return delay
 
 
 def restarts(config: ServeConfig) -> Keep:
-    """What `serve` does with a service that ends."""
+    """Return what `serve` does with a service that ends."""
     return replace_ended if config.of(RestartSettings).exit_on_failure else restart
 
 
 async def restart(supervisor: Supervisor, service: Service, exit_on_failure: bool = False) -> None:
-    """Start it again, without limit. exit_on_failure: raise ServiceDiedError for a death."""
+    """Restart the service without limit. exit_on_failure: raise ServiceDiedError for a death."""
     policy = RestartPolicy()
     loop = asyncio.get_running_loop()
-    is_ready, since = True, loop.time()  # `start` has seen it
+    is_ready, since = True, loop.time()  # `start` has waited for readiness
     while True:
         code = await service.wait()
         if is_ready and code == 0:  # it was asked to end: a drained worker has finished its requests
@@ -54,5 +55,5 @@ async def restart(supervisor: Supervisor, service: Service, exit_on_failure: boo
 
 
 async def replace_ended(supervisor: Supervisor, service: Service) -> None:
-    """Start it again only when it ended because it was asked to. Raises ServiceDiedError for a death."""
+    """Restart the service only if it ended because it was asked to. Raises ServiceDiedError for a death."""
     await restart(supervisor, service, exit_on_failure=True)

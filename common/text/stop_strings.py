@@ -1,4 +1,4 @@
-"""Find stop strings in text that arrives piece by piece. Knows nothing of tokens or of the API."""
+"""Finds stop strings in text that arrives in pieces. Knows nothing of tokens or of the API."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Passes text through until a stop string is complete; holds back what may become one.
+    """Passes text through until a stop string is complete, and holds back what may become one.
 
-    The match that is complete first ends the text, the longest of those that are complete at the same
-    character. So the result does not depend on how the text was cut into pieces.
+    The first complete match ends the text, or the longest of those that are complete at the same character. So the
+    result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
@@ -17,10 +17,10 @@ class StopStringMatcher:
         self._stops = tuple(stops)
         self._include = include_in_output
         self._held = ""
-        self.match: str | None = None  # the stop string that has ended the text
+        self.match: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> str:
-        """Take more text, return what may be shown now. After a match everything else is dropped."""
+        """Take more text; return what may be shown now. After a match everything else is dropped."""
         if self.match is not None:
             return ""
         text = self._held + text
@@ -40,12 +40,12 @@ class StopStringMatcher:
         return text
 
     def flush(self) -> str:
-        """The text has ended without a match: return what was held back."""
+        """Return what was held back, when the text has ended without a match."""
         text, self._held = self._held, ""
         return text
 
     def _earliest(self, text: str) -> tuple[int, int] | None:
-        """Begin and end of the match that counts."""
+        """Return begin and end of the match that counts."""
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if not found:
             return None
@@ -54,7 +54,7 @@ class StopStringMatcher:
 
 
 def num_begun(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is a proper beginning of one of `stops`."""
+    """Return the length of the longest end of `text` that is a proper beginning of one of `stops`."""
     longest = 0
     for stop in stops:
         for length in range(min(len(stop) - 1, len(text)), longest, -1):

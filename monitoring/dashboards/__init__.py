@@ -1,1 +1,1 @@
-"""Grafana's dashboards as code: `python -m monitoring.dashboards` writes what monitoring/grafana/dashboards holds."""
+"""Grafana's dashboards as code: `python -m monitoring.dashboards` writes monitoring/grafana/dashboards."""

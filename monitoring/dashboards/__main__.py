@@ -1,4 +1,4 @@
-"""Write the dashboards' JSON (`make dashboards`), where Grafana's provisioning looks for it."""
+"""Writes the dashboards' JSON (`make dashboards`) where Grafana's provisioning looks for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parents[1] / "grafana" / "dashboards"
 
 
 def dashboards() -> dict[Path, str]:
-    """The JSON of each file."""
+    """Return the JSON of each file."""
     modules = {"mini-infer": overview, "mini-infer-kv": kv, "mini-infer-engine": engine}
     return {FOLDER / f"{name}.json": module.dashboard() for name, module in modules.items()}
 

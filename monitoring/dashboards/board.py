@@ -1,4 +1,4 @@
-"""What all dashboards have in common: variables, links between them, alerts as annotations, and their JSON."""
+"""The common parts of all dashboards: variables, links between them, alerts as annotations, and their JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monitoring.dashboards.queries import NAMESPACE
 Section = tuple[str, Sequence[Any]]  # a row's title and its panels
 TAG = "mini-infer"
 FIRING = f'ALERTS{{alertstate="firing", part_of="mini-infer", {NAMESPACE}}}'
-# Variable -> label, and what is known of the variables before it.
+# Variable -> label, and matchers with the variables before it.
 VARIABLES: Mapping[str, tuple[str, str]] = {
     "namespace": ("namespace", ""),
     "model": ("model_name", NAMESPACE),
@@ -27,7 +27,7 @@ VARIABLES: Mapping[str, tuple[str, str]] = {
 
 
 def board(uid: str, title: str, description: str, sections: Sequence[Section]) -> str:
-    """The dashboard's JSON. Panels are numbered in the order in which they are read."""
+    """Return the dashboard's JSON. Panels are numbered in reading order."""
     made = builders.Dashboard(title).uid(uid).description(description).tags([TAG]).timezone("browser").refresh("10s")
     made.time("now-30m", "now").editable().tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
     made.with_variable(builders.DatasourceVariable("datasource").label("data source").type("prometheus"))
@@ -50,13 +50,14 @@ def board(uid: str, title: str, description: str, sections: Sequence[Section]) -
     plain = json.loads(json.dumps(made.build(), cls=JSONEncoder))
     for number, panel in enumerate(plain["panels"], 1):
         panel["id"] = number
-    for annotation in plain["annotations"]["list"]:  # fields that the Prometheus plugin reads and the builder lacks
+    for annotation in plain["annotations"]["list"]:  # fields that the Prometheus plugin reads but the builder lacks
         annotation |= {"titleFormat": "{{alertname}}", "tagKeys": "severity,role,worker,model_name"}
     return json.dumps(plain, indent=1, sort_keys=True) + "\n"
 
 
 def _variable(name: str) -> builders.QueryVariable:
-    """Any value at first: `.*` also matches series without the label, as there are without Kubernetes."""
+    """Return a variable that allows any value at first: `.*` also matches series without the label, as outside of
+    Kubernetes."""
     label, matchers = VARIABLES[name]
     query: dict[str, object] = {"query": f"label_values({START_TIME.name}{{{matchers}}}, {label})", "refId": name}
     return (

@@ -1,4 +1,4 @@
-"""The engines: steps, batches, queues, preemption, speculation."""
+"""The engine dashboard: steps, batches, queues, preemption, speculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV on its way and where it lies: transfers between workers, blocks and leases, prefix caches, host memory."""
+"""The KV dashboard: transfers between workers, blocks and leases, prefix caches, host memory."""
 
 from __future__ import annotations
 

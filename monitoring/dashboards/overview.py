@@ -1,4 +1,4 @@
-"""The overview: is it up, is it fast, who does what. The first look after a page."""
+"""The overview dashboard: is it up, is it fast, who does what. The first look after a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Panels of one look: a title, a description of what is shown, a unit, and thresholds where a value is bad."""
+"""Panels in one style: title, description, unit, and thresholds for bad values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grafana_foundation_sdk.models import common, dashboard, heatmap
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 DATA_SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
-Steps = Sequence[tuple[float, str]]  # from this value on, that color
+Steps = Sequence[tuple[float, str]]  # from this value on, this color
 Queries = Mapping[str, str]  # legend -> PromQL
 LINE_HEIGHT, STAT_HEIGHT = 8, 4
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -23,7 +23,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 def lines(
     title: str, description: str, unit: str, queries: Queries, *, steps: Steps = (), stacked: bool = False
 ) -> timeseries.Panel:
-    """Values over time, one line for each series. `steps` are drawn as lines."""
+    """Return a panel of values over time, one line per series. `steps` are drawn as lines."""
     panel = timeseries.Panel().title(title).description(description).unit(unit).datasource(DATA_SOURCE)
     panel.height(LINE_HEIGHT).span(8).min(0).line_width(1).fill_opacity(30 if stacked else 8)
     panel.show_points(common.VisibilityMode.NEVER)
@@ -50,7 +50,7 @@ def lines(
 def figure(
     title: str, description: str, unit: str, expression: str, *, steps: Steps = (), base: str = "green"
 ) -> stat.Panel:
-    """The newest value in large type, colored by `steps`, and `base` below the first."""
+    """Return a panel with the newest value in large type, colored by `steps`, or `base` below the first."""
     panel = stat.Panel().title(title).description(description).unit(unit).datasource(DATA_SOURCE)
     panel.height(STAT_HEIGHT).span(3).thresholds(_thresholds(steps, base))
     panel.graph_mode(common.BigValueGraphMode.AREA)
@@ -60,7 +60,7 @@ def figure(
 
 
 def heat(title: str, description: str, unit: str, expression: str) -> heatmaps.Panel:
-    """A histogram over time."""
+    """Return a panel with a histogram over time."""
     panel = heatmaps.Panel().title(title).description(description).datasource(DATA_SOURCE)
     panel.height(LINE_HEIGHT).span(8).calculate(False)
     panel.color(
@@ -80,7 +80,7 @@ def heat(title: str, description: str, unit: str, expression: str) -> heatmaps.P
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its title, the query of its values, and how they look."""
+    """A column of a table: its title, the query of its values, and their style."""
 
     title: str
     expression: str
@@ -89,7 +89,7 @@ class Column:
 
 
 def rows(title: str, description: str, columns: Sequence[Column]) -> table.Panel:
-    """One row for each set of labels that the columns' queries have in common."""
+    """Return a table with one row for each set of labels that the columns' queries have in common."""
     panel = table.Panel().title(title).description(description).datasource(DATA_SOURCE)
     panel.height(LINE_HEIGHT).span(24).filterable(True)
     renamed: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""PromQL over this project's metrics: the names that services export, the dashboards' variables as label matchers.
+"""PromQL over this project's metrics: names that services export, with the dashboards' variables as label matchers.
 
-Never `job` or `instance`: what those say is up to who scrapes (docs/decisions/metrics-and-dashboards.md). A name that
-no service exports is a KeyError while the dashboards are built.
+Never uses `job` or `instance`, which the scraper sets (docs/decisions/metrics-and-dashboards.md). A name that no
+service exports is a KeyError when the dashboards are built.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ONE_WORKER = "namespace, model_name, role, worker"  # labels of one worker, what
 
 
 def series(metric: str, matchers: str = "") -> str:
-    """The series of a gauge or counter that the variables select, and `matchers` too."""
+    """Return the series of a gauge or counter that the variables and `matchers` select."""
     spec, selector = _SELECTORS[metric]
     assert spec.kind != "histogram", f"{metric}: ask for its quantile, mean or buckets"
     suffix = "_total" if spec.kind == "counter" else ""
@@ -30,22 +30,22 @@ def series(metric: str, matchers: str = "") -> str:
 
 
 def total(metric: str, by: str = "", matchers: str = "") -> str:
-    """Sum of a gauge that each service has for itself."""
+    """Return the sum of a gauge that each service has for itself."""
     return f"sum{_by(by)}({series(metric, matchers)})"
 
 
 def seen(metric: str, by: str = "", matchers: str = "") -> str:
-    """A router's gauge about what all routers see: they do not add up."""
+    """Return a router's gauge of something all routers see, which does not add up."""
     return f"max{_by(by)}({series(metric, matchers)})"
 
 
 def rate(metric: str, by: str = "", matchers: str = "") -> str:
-    """A counter's increase per second."""
+    """Return a counter's increase per second."""
     return f"sum{_by(by)}(rate({series(metric, matchers)}[$__rate_interval]))"
 
 
 def ratio(part: str, whole: str, by: str = "") -> str:
-    """One counter as a share of another. NaN while neither moves."""
+    """Return one counter as a share of another. NaN while neither changes."""
     return f"{rate(part, by)} / {rate(whole, by)}"
 
 
@@ -63,12 +63,12 @@ def mean(metric: str) -> str:
 
 
 def uptime(by: str) -> str:
-    """Seconds since workers started."""
+    """Return the seconds since workers started."""
     return f"max{_by(by)}(time() - {START}{{{WORKER}}})"
 
 
 def heat(metric: str) -> str:
-    """Observations per bucket in each step of the range."""
+    """Return the observations per bucket in each step of the range."""
     return f"sum by (le) (increase({_buckets(metric)}[$__rate_interval]))"
 
 
@@ -79,6 +79,6 @@ def _buckets(metric: str, matchers: str = "") -> str:
 
 
 def _by(*labels: str) -> str:
-    """` by (...) `; nothing without labels."""
+    """Return ` by (...) `; empty without labels."""
     named = ", ".join(filter(None, labels))
     return f" by ({named}) " if named else ""

@@ -1,1 +1,1 @@
-"""What answers tell beside their text: log-probabilities, token ids, the prompt."""
+"""Details of answers in addition to their text: log-probabilities, token ids, the prompt."""

@@ -1,4 +1,4 @@
-"""Log-probabilities, token ids and prompts in answers: fields that ask for them, and the JSON of those to chats."""
+"""Log-probabilities, token ids and prompts in answers: the fields that ask for them, and their JSON in chats."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf
 
 
 class DetailFields(Body):
-    """Fields of a request's body."""
+    """Fields of a request's body that ask for details."""
 
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in log-probabilities, in place of tokens' texts
+    return_tokens_as_token_ids: bool | None = None  # instead of tokens' texts, in log-probabilities
 
 
 class ChatDetailFields(DetailFields):
-    """Fields of a chat request's body."""
+    """Fields of a chat request's body that ask for details."""
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -43,14 +43,14 @@ class ChatDetailFields(DetailFields):
 
 
 def details_of(body: GenerationBody, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> Details | None:
-    """What the answers to a chat request tell; None: their text."""
+    """Return the details for answers to a chat request; None: only their text."""
     if isinstance(body, ChatDetailFields) and (body.logprobs or body.return_token_ids or body.return_prompt_text):
         return ChatDetails(body, tokenizer, prompt_token_ids)
     return None
 
 
 class ChatDetails(Details):
-    """Of one request."""
+    """The details for one request."""
 
     def __init__(self, body: ChatDetailFields, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> None:
         self._body = body
@@ -94,7 +94,7 @@ class ChatDetails(Details):
 
 
 def token_name(body: DetailFields, tokenizer: Tokenizer, token_id: int) -> str:
-    """What log-probabilities call a token."""
+    """Return the name of a token in log-probabilities."""
     if body.return_tokens_as_token_ids:
         return f"token_id:{token_id}"
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -1,1 +1,1 @@
-"""OpenAI's API of texts that are continued: `/v1/completions`."""
+"""OpenAI's API for continuing texts: `/v1/completions`."""

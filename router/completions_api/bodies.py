@@ -53,13 +53,13 @@ class CompletionBody(DetailFields, GenerationBody):
 
     @property
     def per_prompt(self) -> int:
-        """Choices for each prompt, of which the best `n` are shown."""
+        """Number of choices for each prompt, the best `n` of which are shown."""
         return self.best_of or self.n or 1
 
     @property
     def num_logprobs(self) -> int | None:
         if self.logprobs is None and self.per_prompt > (self.n or 1):
-            return 0  # the best choices are those with the highest mean
+            return 0  # the best choices have the highest mean
         return self.logprobs
 
     @property

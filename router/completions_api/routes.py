@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or token ids that are continued."""
+"""POST /v1/completions: continues texts or token ids."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_completion_route(routes: Routes, gateway: Gateway) -> None:
         prompts = truncated(body, model.limits(), encoded)
         features = await gateway.features(http, model, body, len(prompts) * body.per_prompt)
         request = gateway.request(http, model, body, features, prompts, body.per_prompt, arrival)
-        shown = () if not body.echo else body.prompts if prompts is encoded else prompts  # cut ones as they are
+        shown = () if not body.echo else body.prompts if prompts is encoded else prompts  # truncated ones as they are
         options = gateway.options(request, model, body, Details())
         renderer = CompletionRenderer(options, model.tokenizer, body, prompts, shown)
         return gateway.respond(http, request, renderer, bool(body.stream))
@@ -39,7 +39,7 @@ def add_completion_route(routes: Routes, gateway: Gateway) -> None:
 
 
 async def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: ModelLimits) -> list[list[int]]:
-    """Token ids of every prompt of the request."""
+    """Return the token ids of every prompt of the request."""
     return [
         await text_prompt(item, tokenizer, limits, body.add_special_tokens is not False)
         if isinstance(item, str)

@@ -1,1 +1,1 @@
-"""Requests from pages of other origins, in a browser (CORS)."""
+"""Requests from web pages of other origins (CORS)."""

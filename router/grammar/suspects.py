@@ -1,4 +1,4 @@
-"""Grammars over which a worker may have stood still: no other worker is given them."""
+"""Grammars that may have hung a worker: no other worker is given them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from common.errors import EngineError
 from router.journal import Journal
 from router.workers.worker_link import Leg
 
-# A worker that was lost after so long without a step stood still; what a grammar costs shows in its first tokens.
+# A worker hung if it was lost after so long without a step. A grammar's cost shows in its first tokens.
 SILENT_SECONDS = 1.0
 FIRST_TOKENS = 4
 
 
 def suspicion(journal: Journal, leg: Leg) -> EngineError | None:
-    """The end of a choice whose grammar may be why the worker of its leg was lost."""
+    """Return the error that ends a choice whose grammar may be why its worker was lost; None: it is not suspected."""
     num_new = len(journal.output_token_ids) - leg.num_tokens_at_first if leg.first_time else 0
     silent_seconds = time.monotonic() - max(leg.link.last_step, leg.opened)
     if journal.sampling.grammar and num_new < FIRST_TOKENS and silent_seconds > SILENT_SECONDS:

@@ -1,4 +1,4 @@
-"""Messages of a conversation with tools, and answers as clients send them back."""
+"""Messages of conversations with tools, and answers that clients send back."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class RefusalPart(Body):
 class FunctionCall(Body):
     name: Label
     arguments: str
-    parsed_arguments: Any = None  # what the openai package has made of them
+    parsed_arguments: Any = None  # the openai package's parsed arguments
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments are an object."""
+        """Return the call in the form that chat templates expect, with arguments as an object."""
         try:
             arguments = orjson.loads(self.arguments)
         except orjson.JSONDecodeError:
-            arguments = self.arguments  # what a model once wrote; the template shows it as it is
+            arguments = self.arguments  # invalid JSON that a model once wrote; the template shows it unchanged
         return {"name": self.name, "arguments": arguments}
 
 
@@ -44,7 +44,7 @@ class ToolCall(Body):
     id: Label
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # from a stream
+    index: int | None = None  # present in calls from a stream
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -58,11 +58,11 @@ class Message(schemas.Message):
     tool_call_id: Label | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same by another name
-    # Answers of OpenAI's that clients send back as they are have these.
+    reasoning: str | None = None  # another name of reasoning_content
+    # OpenAI's answers have these fields, which clients send back unchanged.
     annotations: Any = None
     audio: None = None
-    parsed: Any = None  # what the openai package has made of the content
+    parsed: Any = None  # the openai package's parsed content
     function_call: None = None
 
     @property
@@ -89,7 +89,7 @@ class Message(schemas.Message):
 
 
 class MessageFields(Body):
-    """Fields of a chat request's body."""
+    """Fields of a chat request's body with tools in messages."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
@@ -100,7 +100,7 @@ class MessageFields(Body):
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Tool results must answer a call, and only an assistant's message may refuse or lack content."""
+    """Check that tool results answer a call, and that only assistants' messages refuse or lack content."""
     schemas.check_messages(messages)
     calls: set[str] = set()
     for index, message in enumerate(messages):

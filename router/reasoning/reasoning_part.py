@@ -186,7 +186,7 @@ def reasoning_part(body: Body, tokenizer: Tokenizer, has_tools: bool, parser: st
             raise InvalidRequestError(message, "thinking_token_budget")
         return None
     if budget is None and isinstance(body, TemplateFields) and body.reasoning_effort == "none":
-        budget = 0 if _are_tokens(written, tokenizer) else None  # where the template does not heed it
+        budget = 0 if _are_tokens(written, tokenizer) else None  # for templates that ignore the effort
     return ReasoningPart(written, tokenizer, body.is_reasoning_included, has_tools, budget)
 
 

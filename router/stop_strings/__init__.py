@@ -1,1 +1,1 @@
-"""Stop strings: texts of a client that end an answer."""
+"""Stop strings: client-given texts that end an answer."""

@@ -1,4 +1,4 @@
-"""End a choice where its text holds a stop string."""
+"""Ends a choice where its text contains a stop string."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.api.text import NewTextEnd, Update
 
 
 class StopFields(Body):
-    """Fields of a request's body."""
+    """Fields of a request's body with stop strings."""
 
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
@@ -24,7 +24,7 @@ class StopFields(Body):
 
 
 def text_end_of(body: GenerationBody) -> NewTextEnd | None:
-    """What ends each choice of a request that gives stop strings."""
+    """Return what ends each choice of a request with stop strings; None: the request has none."""
     if not isinstance(body, StopFields) or not body.stop:
         return None
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
@@ -32,14 +32,14 @@ def text_end_of(body: GenerationBody) -> NewTextEnd | None:
 
 
 class StopStrings:
-    """Of one choice. In its first `min_tokens` tokens they do not count."""
+    """The stop strings of one choice. They do not count in its first `min_tokens` tokens."""
 
     def __init__(self, stops: Sequence[str], include_in_output: bool, min_tokens: int) -> None:
         self._matcher = StopStringMatcher(stops, include_in_output)
         self._min_tokens = min_tokens
 
     def push(self, detokenizer: Detokenizer, token_ids: list[int], num_before: int, update: Update) -> None:
-        """Push token by token: tokens after the one that completes a stop string are dropped."""
+        """Push token by token; tokens after the one that completes a stop string are dropped."""
         matcher = self._matcher
         pieces: list[str] = []
         for count, token_id in enumerate(token_ids, 1):

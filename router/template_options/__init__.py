@@ -1,1 +1,1 @@
-"""What a request asks of the chat template: variables, a final message that is continued."""
+"""What a request asks of the chat template: variables, or continuing the final message."""

@@ -1,4 +1,4 @@
-"""Prompts that end with their final message, for the model to go on with it."""
+"""Prompts that end within their final message, for the model to continue it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _END_OF_FINAL_MESSAGE = "\ue83e\ue9a1"
 
 
 class ContinuedMessage(TemplateUse):
-    """What the template writes after the final message's text is cut off."""
+    """Cuts off what the template writes after the final message's text."""
 
     def before(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         last = messages[-1]

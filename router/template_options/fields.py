@@ -1,4 +1,4 @@
-"""Fields of a chat request's body that say how the chat template is applied."""
+"""Fields of a chat request's body that say how to apply the chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TemplateKwargs = Annotated[
 
 
 class TemplateFields(Body):
-    """Advice to the model, which few templates read, is a variable of them, too."""
+    """Advice to the model, which few templates read, is passed as template variables, too."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -44,7 +44,7 @@ class TemplateFields(Body):
 
 
 def use_for(body: GenerationBody) -> TemplateUse | None:
-    """How a chat request wants the template to be applied."""
+    """Return how a chat request wants the template to be applied."""
     if not isinstance(body, TemplateFields):
         return None
     continues = bool(body.continue_final_message)

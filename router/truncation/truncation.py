@@ -47,6 +47,6 @@ def truncated_prompts(body: GenerationBody, limits: ModelLimits, prompts: list[l
 
 
 def most_prompt_tokens(body: GenerationBody, limits: ModelLimits) -> int:
-    """How many tokens of a prompt leave room for the answer that is asked for, of one token if that is open."""
+    """Return how many prompt tokens leave room for the requested answer, or for a default one if it has no limit."""
     asked, _ = body.asked_tokens
     return limits.max_model_len - (body.default_tokens or 1 if asked is None else asked)
