@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = read_config(resolve_model(config.model), config)
         targets = config.of(LoraSettings).lora_target_modules
         names = write_adapters(Path(folder), model, targets, options.adapters, options.rank)
-        run(engine, names, options, clock)  # reads them
+        run(engine, names, options, clock)  # reads the adapters
         seconds = engine.figures()[LOAD_SECONDS]
     for streams in options.streams:
         own = [names[row % len(names)] for row in range(streams)]
@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_adapters(folder: Path, model: ModelConfig, targets: str, count: int, rank: int) -> list[str]:
-    """Write adapters of equal weights, but for their scale. Returns how requests name them."""
-    wanted = tuple(targets.split(","))  # all names end with the empty one
+    """Write adapters with equal weights but different scales. Return the references for requests."""
+    wanted = tuple(targets.split(","))  # every name ends with "", the default
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "target_modules": wanted}
     shapes, layers = {}, layers_of(model)
     for layer in layers.linears:
@@ -112,7 +112,7 @@ def write_adapters(folder: Path, model: ModelConfig, targets: str, count: int, r
 
 
 def run(engine: Engine, adapters: Sequence[str], options: argparse.Namespace, clock: harness.Clock) -> float:
-    """Tokens per second of decoding, a row for each name; empty: without an adapter."""
+    """Return the decoded tokens per second with one row for each reference; empty: without an adapter."""
     rng = random.Random()
     requests = [
         engine.add_request(

@@ -40,7 +40,7 @@ PREFILL_REPEATS = 3
 
 @dataclass(frozen=True)
 class Bench:
-    """One loaded engine and what its figures are compared with."""
+    """One loaded engine, and the peaks that its figures are compared with."""
 
     parts: EngineParts
     peaks: Peaks
@@ -130,7 +130,7 @@ def open_bench(options: argparse.Namespace) -> Bench:
     gc.collect()
     gc.freeze()  # as an engine process does
     peaks = measure_peaks(torch.device(parts.device), dtype)
-    if parts.device != "cpu":  # ranks have a GPU each; stages read their weights once for each of as many steps
+    if parts.device != "cpu":  # each rank has a GPU; stages read their weights once for each of as many steps
         peaks = Peaks(peaks.read_bytes_per_second * config.tp, peaks.flops_per_second * config.num_ranks)
     if options.bandwidth:
         peaks = replace(peaks, read_bytes_per_second=options.bandwidth * 1e9)
@@ -143,9 +143,9 @@ def open_bench(options: argparse.Namespace) -> Bench:
 
 
 def decode_rounds(bench: Bench, lengths: Sequence[int], num_output: int, rounds: int) -> dict[str, Any]:
-    """The run of median speed, with the slowest and the fastest of `rounds`.
+    """Return the run of median speed, with the slowest and the fastest of `rounds`.
 
-    One more comes before several: without graphs, the first one compiles kernels.
+    With several rounds, one more comes first: without graphs, it compiles kernels.
     """
     if rounds == 1:
         return decode_figures(bench, lengths, num_output)
@@ -156,7 +156,7 @@ def decode_rounds(bench: Bench, lengths: Sequence[int], num_output: int, rounds:
 
 
 def decode_figures(bench: Bench, lengths: Sequence[int], num_output: int) -> dict[str, Any]:
-    """All prompts first, of these lengths, then the steps in which every sequence gets one token."""
+    """Compute prompts of these lengths, then measure the steps in which every sequence gets one token."""
     engine, config = bench.parts.engine, bench.parts.model_config
     batch, num_input = len(lengths), sum(lengths) / len(lengths)
     requests = [bench.add(num_tokens, num_output) for num_tokens in lengths]
@@ -165,7 +165,7 @@ def decode_figures(bench: Bench, lengths: Sequence[int], num_output: int) -> dic
     prefilled = time.perf_counter()
     done = num_output_tokens(requests)
     steps = 0
-    full = 0.0  # seconds until the first sequence ends: prompts in several chunks start at different steps
+    full = 0.0  # seconds until the first sequence ends; prompts in several chunks start at different steps
     num_full = done
     while engine.has_work():
         if all(request.status is RequestStatus.RUNNING for request in requests):
@@ -197,7 +197,7 @@ def decode_figures(bench: Bench, lengths: Sequence[int], num_output: int) -> dic
 
 
 def prefill_figures(bench: Bench, num_tokens: int) -> dict[str, Any]:
-    """Time to the first token of one prompt on an idle engine; the best of a few."""
+    """Return the time to the first token of one prompt on an idle engine; the best of a few runs."""
     best = float("inf")
     for _ in range(PREFILL_REPEATS):
         bench.add(num_tokens, 1)
@@ -217,7 +217,7 @@ def prefill_figures(bench: Bench, num_tokens: int) -> dict[str, Any]:
 
 
 def offline_figures(bench: Bench) -> dict[str, Any]:
-    """All requests at once; output tokens per second until the last one is done."""
+    """Send all requests at once; return the output tokens per second until the last one ends."""
     draw = bench.random.randint
     requests = [
         bench.add(draw(OFFLINE_MIN, OFFLINE_MAX), draw(OFFLINE_MIN, OFFLINE_MAX)) for _ in range(OFFLINE_REQUESTS)

@@ -28,7 +28,7 @@ Clock = Callable[[], float]
 
 
 def int_list(text: str) -> list[int]:
-    """The type of an argument like `1,8,64`."""
+    """Parse an argument like `1,8,64`."""
     return [int(part) for part in text.split(",") if part]
 
 
@@ -52,7 +52,7 @@ def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[
 
 
 def trace_lengths(trace: Path, rows: int, longest: int, seed: int) -> list[int]:
-    """Contexts of so many rows at some moment: a request is there for as many steps as its answer has tokens.
+    """Return the contexts of `rows` rows at some moment; a request stays for as many steps as its answer has tokens.
 
     longest: tokens of a request, with its answer.
     """
@@ -74,7 +74,7 @@ def prefill(engine: Engine, requests: Sequence[Request], num_tokens: int = 1) ->
 
 
 def drain(engine: Engine, on_step: Callable[[], object] = lambda: None) -> list[RequestOutput]:
-    """Step until there is no more work; all outputs. Raises RuntimeError for a request that failed."""
+    """Step until no work is left; return all outputs. Raises RuntimeError if a request failed."""
     outputs: list[RequestOutput] = []
     while engine.has_work():
         outputs += engine.step().outputs
@@ -99,21 +99,21 @@ def transformers_generate(model: Any, prompts: Sequence[Sequence[int]], num_toke
 
 
 def report(figures: Mapping[str, Any], as_json: bool = True, line: str = "") -> None:
-    """Print one JSON object with the machine, or the line for a person: by default all figures beside their names."""
+    """Print one JSON object with the machine, or a line for people: by default all figures with their names."""
     line = line or "  ".join(f"{name} {value}" for name, value in figures.items())
     on_gpu = str(figures.get("device", "cpu")).startswith("cuda")
     print(json.dumps({**figures, "machine": machine_name(on_gpu)}) if as_json else line, flush=True)
 
 
 def read_metric(url: str, name: str) -> float:
-    """Sum of a metric's samples over its labels."""
+    """Return the sum of a metric's samples over its labels."""
     with urllib.request.urlopen(url, timeout=10.0) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def default_weights() -> tuple[ModelConfig, GgufWeights]:
-    """Config and weights of the default model, in float32 on a CPU."""
+    """Return config and weights of the default model, in float32 on a CPU."""
     file = GgufFile(resolve_model("").path)
     config = config_from_gguf(file.metadata, "LlamaForCausalLM", has_output_weight=False)
     return config, GgufWeights(file, config, True, torch.float32, torch.device("cpu"))
@@ -121,7 +121,7 @@ def default_weights() -> tuple[ModelConfig, GgufWeights]:
 
 @cache
 def machine_name(on_gpu: bool) -> str:
-    """`NVIDIA H200`, or the processor and how many of its cores this process may use."""
+    """Return `NVIDIA H200`, or the processor and the number of cores that this process may use."""
     if on_gpu:
         return torch.cuda.get_device_name()
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

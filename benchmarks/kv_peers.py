@@ -1,4 +1,4 @@
-"""The two sides of a KV transfer, with the workers' own code: an owner in a process of its own, and a reader."""
+"""The two sides of a KV transfer, with the workers' own code: an owner in a separate process, and a reader."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Owner:
         await self._server.start()
 
     def grant(self, num_blocks: int) -> tuple[pb.KvHandle, float]:
-        """A lease of `num_blocks` blocks, and the seconds that granting took."""
-        self._leases.expire(time.monotonic())  # gives up those that were still being sent when they were released
+        """Return a lease on `num_blocks` blocks, and the seconds that granting took."""
+        self._leases.expire(time.monotonic())  # gives up leases that were still being sent when released
         blocks = self._pool.allocate(num_blocks)
         began = time.perf_counter()
         digests = self._leases.digests(blocks)
@@ -65,7 +65,7 @@ class Owner:
         return handle, seconds
 
     def _renewed(self, lease_id: LeaseId, epoch: Epoch, seconds: float) -> None:
-        """Leases of this benchmark do not end by themselves."""
+        """Do nothing: leases of this benchmark do not expire."""
 
     def _released(self, lease_id: LeaseId, epoch: Epoch) -> None:
         assert self._leases.release(lease_id, epoch)
@@ -86,7 +86,7 @@ async def serve_owner(geometry: PoolGeometry, device: torch.device, folder: str,
 
 
 class Reader:
-    """The side that continues the request: a pool of its own, filled by one transport."""
+    """The side that continues the request: its own pool, filled by one transport."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device, folder: str, transport: str) -> None:
         self.memory = open_memory(f"reader-{transport}", geometry, folder, transport)
@@ -94,7 +94,7 @@ class Reader:
         self._client = self.memory.clients[0]
 
     def pull(self, leases: Sequence[PeerLease]) -> list[float]:
-        """Seconds of pulls, one after the other."""
+        """Return the seconds of consecutive pulls."""
         positions = list(range(leases[0].num_blocks))
         local = [BlockId(block) for block in reversed(positions)]
         times: list[float] = []

@@ -41,9 +41,9 @@ from worker.nccl import pool as nccl_pool
 
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "smollm2-135m": (30, 3, 64), "qwen3-0.6b": (28, 8, 128)}
 WARM_UP = 2
-NUM_LEASES = 4  # prompts that are granted, then pulled one after the other
+NUM_LEASES = 4  # prompts that are granted, then pulled one after another
 Ask = Callable[[int], tuple[PeerLease, float]]
-"""From a number of blocks to a lease on as many, and the seconds that granting it took."""
+"""Returns a lease on a number of blocks, and the seconds that granting it took."""
 
 
 def median_seconds(run: Callable[[], float], rounds: int) -> float:
@@ -51,7 +51,7 @@ def median_seconds(run: Callable[[], float], rounds: int) -> float:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the device is done."""
+    """Return the seconds until the device is done."""
     synchronize(device)
     began = time.perf_counter()
     run()
@@ -83,7 +83,7 @@ def measure_transport(options: argparse.Namespace, geometry: PoolGeometry, folde
         num_blocks = tokens // options.block_size
         num_bytes = num_blocks * geometry.block_bytes
         grants: list[float] = []
-        pulls: list[list[float]] = []  # of each round, one after the other
+        pulls: list[list[float]] = []  # of each round, in order
         for _ in range(WARM_UP + options.rounds):
             granted = [ask(num_blocks) for _ in range(NUM_LEASES)]
             grants.extend(seconds for _, seconds in granted)
@@ -101,7 +101,7 @@ def measure_transport(options: argparse.Namespace, geometry: PoolGeometry, folde
 
 
 def measure_host_tier(options: argparse.Namespace, geometry: PoolGeometry) -> None:
-    """Swapping: GB/s of the whole copy, and how long the step stream waits for it."""
+    """Measure swapping: GB/s of the whole copy, and how long the step stream waits for it."""
     device = torch.device(options.device)
     pool = torch.randn(geometry.num_blocks, geometry.block_bytes // 4, device=device)
     host = torch.zeros(geometry.num_blocks, geometry.block_bytes, dtype=torch.uint8)
@@ -120,7 +120,7 @@ def measure_host_tier(options: argparse.Namespace, geometry: PoolGeometry) -> No
 
 
 def time_swap(swap: Callable[[], Callable[[], None]], device: torch.device, stalls: list[float]) -> float:
-    """Seconds until the copies are done. stalls: gets the milliseconds for which the step stream waits."""
+    """Return the seconds until the copies are done. stalls: gets the milliseconds that the step stream waits."""
     event: Any = torch.cuda.Event  # it has no annotations
     first, last = event(enable_timing=True), event(enable_timing=True)
     torch.cuda.synchronize(device)
@@ -145,7 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--owner-device", default="", help="default: as --device")
     parser.add_argument("--piece-mb", type=float, default=nccl_pool.PIECE_BYTES / 2**20, help="of nccl's messages")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)  # the owner's process: its folder
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)  # for the owner's process: its folder
     return parser.parse_args()
 
 
@@ -160,10 +160,10 @@ def transports_of(options: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def owner_process(folder: str) -> Iterator[Ask]:
-    """The process that grants leases, with this one's arguments: a function from numbers of blocks to leases."""
+    """Yield a function from numbers of blocks to leases, served by a process with this one's arguments."""
     argv = [sys.executable, "-m", "benchmarks.kv_transfer", *sys.argv[1:], f"--serve={folder}"]
     root = Path(__file__).resolve().parents[1]
-    env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # else it writes between the answers
+    env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # otherwise it would write between the answers
     owner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env=env)
     stdin, stdout = owner.stdin, owner.stdout
     assert stdin is not None
@@ -192,7 +192,7 @@ def main() -> None:
     geometry = PoolGeometry(layout, num_blocks, options.block_size, "benchmark")
     if options.serve:
         device = torch.device(options.owner_device or options.device)
-        transport = "nixl" if "nixl" in options.transports else "auto"  # NIXL is there for those who ask for it
+        transport = "nixl" if "nixl" in options.transports else "auto"  # NIXL must be asked for
         asyncio.run(serve_owner(geometry, device, options.serve, transport))
         return
     with tempfile.TemporaryDirectory(prefix="mini-infer-kv-") as folder, owner_process(folder) as ask:

@@ -29,8 +29,8 @@ from cli.local_cluster.local_server import LocalServer
 from common.process import resident
 
 SAMPLE_SECONDS = 10.0
-SETTLED_SHARE = 1 / 2  # of the run, after which memory may not grow any more
-ABORTED_TOKENS = 300  # of an answer whose client leaves after its first bytes
+SETTLED_SHARE = 1 / 2  # of the run, after which memory may no longer grow
+ABORTED_TOKENS = 300  # of an answer whose client leaves after the first bytes
 NAMES = (" router ", " prefill_service ", " decode_service ", " worker.engine_process.main ", " kvstore ")
 
 
@@ -43,7 +43,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def name_of(pid: int) -> str:
-    """`router`, `decode_service`, ..., with the process id; empty for what is none of the services."""
+    """Return `router`, `decode_service`, ..., with the process id; empty if it is not a service."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     found = next((name.strip() for name in NAMES if name in command and "cli serve" not in command), "")
     return f"{found}-{pid}" if found else ""
@@ -51,11 +51,11 @@ def name_of(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """Resident memory of a process, MB."""
+    """Resident memory of a process in MB."""
 
     minute: float
     private: float
-    shared: float  # of the KV pool and the host tier: pages that were used, at most their size
+    shared: float  # of the KV pool and the host tier: used pages, at most their size
 
 
 def sample(pid: int, minute: float) -> Sample:
@@ -65,29 +65,29 @@ def sample(pid: int, minute: float) -> Sample:
 
 @dataclass
 class Traffic:
-    """What the clients share."""
+    """State that the clients share."""
 
-    aborts: float  # share of the clients that leave
-    rate: float  # requests a second of all together; 0: as fast as they are answered
+    aborts: float  # share of clients that leave
+    rate: float  # requests per second in total; 0: as fast as they are answered
     num_requests: int = 0
     num_aborted: int = 0
     next_start: float = 0.0
 
     async def turn(self) -> tuple[int, bool]:
-        """Wait for the next request's time; its number, and whether its client leaves."""
+        """Wait for the next request's time; return its number, and whether its client leaves."""
         self.num_requests += 1
         number = self.num_requests
         leaves = int(number * self.aborts) > int((number - 1) * self.aborts)
         self.num_aborted += leaves
         if self.rate:
             now = time.monotonic()
-            self.next_start = max(self.next_start + 1 / self.rate, now - 1.0)  # what is late is not caught up with
+            self.next_start = max(self.next_start + 1 / self.rate, now - 1.0)  # a delay is not made up for
             await asyncio.sleep(max(self.next_start - now, 0.0))
         return number, leaves
 
 
 async def load(url: str, until: float, traffic: Traffic) -> None:
-    """Run one client after the other."""
+    """Run one client's requests in sequence."""
     async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
         while time.monotonic() < until:
             number, leaves = await traffic.turn()
@@ -109,7 +109,7 @@ async def load(url: str, until: float, traffic: Traffic) -> None:
 
 
 async def measure(url: str, minutes: float, concurrency: int, traffic: Traffic) -> dict[str, list[Sample]]:
-    """Samples of each process."""
+    """Return samples of each process."""
     samples: dict[str, list[Sample]] = {}
     begin = time.monotonic()
     until = begin + 60.0 * minutes
@@ -124,7 +124,7 @@ async def measure(url: str, minutes: float, concurrency: int, traffic: Traffic) 
 
 
 def growth_per_minute(samples: list[Sample]) -> float:
-    """Private MB a minute by least squares, over the samples after the run has settled."""
+    """Return private MB per minute by least squares, over the samples after the run has settled."""
     settled = [(one.minute, one.private) for one in samples if one.minute >= samples[-1].minute * SETTLED_SHARE]
     mean_x = sum(x for x, _ in settled) / len(settled)
     mean_y = sum(y for _, y in settled) / len(settled)
@@ -133,7 +133,7 @@ def growth_per_minute(samples: list[Sample]) -> float:
 
 
 def report(samples: dict[str, list[Sample]], traffic: Traffic, limit: float) -> bool:
-    """Print the table; whether all processes are within the limit."""
+    """Print the table; return whether all processes are within the limit."""
     minutes = max(points[-1].minute for points in samples.values())
     print(
         f"{traffic.num_requests} requests, {traffic.num_aborted} of them aborted, in {minutes:.1f} minutes "

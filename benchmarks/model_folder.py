@@ -1,4 +1,4 @@
-"""Folders that can be served: `benchmarks/configs` with a tokenizer, which a server needs, and EAGLE-3 heads."""
+"""Folders to serve: `benchmarks/configs` with the tokenizer that a server needs, and EAGLE-3 heads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tokenizers.models import BPE
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
 
-DRAFT_VOCAB = 32_000  # as heads for Llama 3.1 8B and Qwen3 8B have it
+DRAFT_VOCAB = 32_000  # as in heads for Llama 3.1 8B and Qwen3 8B
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def with_tokenizer(flags: Sequence[str], folder: Path) -> tuple[list[str], int]:
-    """The flags of `serve`, with --model=PATH instead of a model folder without a tokenizer, and its vocabulary size.
+    """Return the flags of `serve`, where a model folder without a tokenizer is replaced, and its vocabulary size.
 
-    There, in `folder`, is the same configuration and a tokenizer of as many tokens: bytes, then words w256x, w257x,
-    ... Every token has text, so that every token is a chunk of a stream. Only for --load-format dummy. Other models
-    stay as they are, and the number is 0, as `PromptMaker` takes it.
+    The replacement in `folder` has the same configuration and a tokenizer of as many tokens: bytes, then words w256x,
+    w257x, ... Every token has text, so each is a chunk of a stream. Only for --load-format dummy. Other models stay
+    unchanged, with the number 0, as for `PromptMaker`.
     """
     found = list(flags)
     for index, flag in enumerate(found):
@@ -38,7 +38,7 @@ def with_tokenizer(flags: Sequence[str], folder: Path) -> tuple[list[str], int]:
 
 
 def _write(source: Path, folder: Path) -> int:
-    """Returns the number of tokens."""
+    """Write the folder; return the number of tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(source / "config.json", folder)
     vocab = {text: token_id for token_id, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -55,7 +55,7 @@ def _write(source: Path, folder: Path) -> int:
 
 def write_random_head(model: ModelConfig, folder: Path) -> Path:
     """Write an EAGLE-3 head for the model, in the published layout, with the sizes of its attention and MLP."""
-    import torch  # most who import this module do without
+    import torch  # most users of this module do without torch
     from safetensors.torch import save_file
 
     hidden, inner, draft_vocab = model.hidden_size, model.intermediate_size, min(DRAFT_VOCAB, model.vocab_size)

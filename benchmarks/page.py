@@ -48,7 +48,7 @@ REPORT_SECONDS = 0.25
 MEASURED_SECONDS = 10.0
 NUM_BLOCKS = 8192
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-# Frames of the page while events come, in milliseconds; and how long each handling of an event kept the thread.
+# Frame times of the page while events arrive, in milliseconds, and how long each event's handling took the thread.
 FRAMES = """(seconds) => new Promise((done) => {
   const times = [], long = [];
   new PerformanceObserver((list) => long.push(...list.getEntries().map((entry) => entry.duration)))
@@ -64,7 +64,7 @@ FRAMES = """(seconds) => new Promise((done) => {
 
 
 class Crowd:
-    """Workers of one gateway that do not exist."""
+    """Invented workers of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -93,7 +93,7 @@ class Crowd:
             self.step()
 
     def step(self) -> None:
-        """A report of each worker, and a few requests that end."""
+        """Send a report of each worker, and end a few requests."""
         log = self._gateway.models[0].dispatcher.log
         assert isinstance(log, ExplainLog)
         self._step += 1
@@ -146,7 +146,7 @@ def new_gateway(port: int) -> Gateway:
 
 
 async def serve(port: int) -> None:
-    """A router on this port, whose workers are a crowd."""
+    """Run a router on this port, whose workers are a crowd."""
     gateway, http = new_gateway(port), HttpConfig()
     reports = asyncio.create_task(Crowd(gateway).live())
     await _serve(gateway, http, protocol_for(http), listen("127.0.0.1", port))
@@ -154,7 +154,7 @@ async def serve(port: int) -> None:
 
 
 async def snapshots() -> None:
-    """Time and bytes of one second's snapshot."""
+    """Measure time and bytes of one second's snapshot."""
     gateway = new_gateway(0)
     create_app(gateway)
     crowd, feed, seconds = Crowd(gateway), Feed(gateway), []
@@ -182,7 +182,7 @@ async def watch(url: str) -> None:
 
 
 async def cpu_by_watchers(url: str, pid: int) -> None:
-    """CPU of the router's process, by the number of clients that watch. Reports of the crowd are in all of them."""
+    """Measure CPU of the router's process by number of watching clients, always including the crowd's reports."""
     for count in (0, 1, 20, 0):
         tasks = [asyncio.create_task(watch(url)) for _ in range(count)]
         await asyncio.sleep(2.0)

@@ -50,7 +50,7 @@ class Figures:
 
 
 async def measure_worker(address: str, num_tokens: int, seconds: float) -> Figures:
-    """Requests straight to the worker, one at a time, over a stream like the router's."""
+    """Send requests straight to the worker, one at a time, over a stream like the router's."""
     firsts: list[float] = []
     sampling = pb.SamplingParams(max_tokens=num_tokens, seed=1)
     async with open_channel(address) as channel:
@@ -130,7 +130,7 @@ def ready_address(process: subprocess.Popen[str]) -> str:
 
 
 async def from_core(core: int, worker: str, num_tokens: int, seconds: float) -> Figures:
-    """`measure_worker` in a process of its own, where the router runs."""
+    """Run `measure_worker` in a separate process on the router's core."""
     flags = ("-m", "benchmarks.router", "--measure-worker", worker, "--tokens", str(num_tokens))
     process = start(core, *flags, "--seconds", str(seconds))
     output, _ = await asyncio.to_thread(process.communicate)

@@ -1,4 +1,4 @@
-"""The load of `benchmarks.router`: connections that repeat a request, and a server that only writes chunks."""
+"""The load for `benchmarks.router`: connections that repeat a request, and a server that only writes chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK = (
 
 
 class DirectServer(asyncio.Protocol):
-    """Answers every request with the same chunks, each in a turn of the event loop and so a write of its own."""
+    """Answers every request with the same chunks, each in a separate turn of the event loop and a separate write."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -43,7 +43,7 @@ async def serve_direct(num_tokens: int) -> None:
 
 
 class Client(asyncio.Protocol):
-    """One connection that repeats a request and notes when chunks come."""
+    """One connection that repeats a request and records when chunks arrive."""
 
     def __init__(self, request: bytes, deadline: float) -> None:
         self.first_chunk_seconds: list[float] = []

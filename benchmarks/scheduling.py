@@ -36,7 +36,7 @@ def make_engine(model: str, **settings: Any) -> Engine:
 
 
 def trace_lengths(path: Path | None, rng: random.Random) -> list[tuple[int, int]]:
-    """(input, output) lengths: a random window of an Azure trace cut to a laptop's size, or a log-normal mix."""
+    """Return (input, output) lengths: a random window of an Azure trace, scaled down, or a log-normal mix."""
     if path is None:
         pairs = [(rng.lognormvariate(4.5, 0.8), rng.lognormvariate(3.6, 1.0)) for _ in range(NUM_REQUESTS)]
         return [(min(max(int(i), 8), 512), min(max(int(o), 4), 400)) for i, o in pairs]
@@ -58,7 +58,7 @@ def bench_continuous(
     def sample_slots() -> None:
         nonlocal used_slots, allocated_slots
         for request in requests:
-            if request.block_ids:  # else it waits or has ended
+            if request.block_ids:  # otherwise it waits or has ended
                 used_slots += request.num_computed_tokens
                 allocated_slots += len(request.block_ids) * engine.kv.block_size
 
@@ -112,14 +112,14 @@ def bench_prefix(model: str, rng: random.Random, clock: harness.Clock) -> dict[s
 
 
 def medians(once: Callable[[], tuple[float, float]], repeats: int, names: tuple[str, str]) -> dict[str, float]:
-    """Median milliseconds of two things done in turn, and how much less the first takes."""
+    """Return median milliseconds of two alternating measurements, and by how much the first is lower."""
     first, second = (statistics.median(seconds) for seconds in zip(*(once() for _ in range(repeats)), strict=True))
     milliseconds = {name: round(seconds * 1e3, 1) for name, seconds in zip(names, (first, second), strict=True)}
     return {**milliseconds, "lower_by": round(1 - first / second, 3)}
 
 
 def longest_gap(engine: Engine, prompt: list[int], stream: list[int], clock: harness.Clock) -> float:
-    """Longest time between two tokens of a running stream, from the arrival of `prompt` to its first token."""
+    """Return the longest gap between tokens of a running stream, from the arrival of `prompt` to its first token."""
     request = engine.add_request(stream, harness.greedy(4096))
     harness.prefill(engine, [request], 8)
     long = engine.add_request(prompt, harness.greedy(2))

@@ -60,16 +60,16 @@ SEED = 1  # of the prompts; drawn fresh in every round
 
 
 class Session:
-    """Requests to one cluster, with prompts that no earlier one shares."""
+    """Requests to one cluster, with prompts that share nothing with earlier ones."""
 
     def __init__(self, url: str, rng: random.Random, vocab_size: int) -> None:
-        """vocab_size: as of `PromptMaker`."""
+        """vocab_size: as for `PromptMaker`."""
         self._client = Client(Target(url, first_model(url)))
         self._rng = rng
         self._maker = PromptMaker(vocab_size)
 
     def prompt(self, length: int, prefix: Prompt | None = None) -> Prompt:
-        """A prompt of `length` new tokens, after those of `prefix`."""
+        """Return a prompt of `length` new tokens, after those of `prefix`."""
         new = self._maker.fresh(self._rng, length)
         if prefix is None:
             return new
@@ -80,7 +80,7 @@ class Session:
         return _checked(await self._client.complete(request, 0.0, 0.0))
 
     async def many(self, count: int, num_output_tokens: int) -> float:
-        """Output tokens a second of `count` requests at once."""
+        """Return the output tokens per second of `count` requests at once."""
         requests = [PlannedRequest(0.0, self.prompt(64), num_output_tokens) for _ in range(count)]
         records = await closed_loop(self._client.complete, requests, count, lambda record: None)
         for record in records:
@@ -89,7 +89,7 @@ class Session:
         return sum(record.num_output_tokens for record in records) / seconds
 
     async def load(self, num_clients: int, rounds: int) -> dict[str, float]:
-        """Output tokens a second of a closed loop, and percentiles of first tokens and gaps in ms."""
+        """Return the output tokens per second of a closed loop, and percentiles of first tokens and gaps in ms."""
         prompts = [self.prompt(LOAD_TOKENS[0]) for _ in range(num_clients * rounds)]
         requests = [PlannedRequest(0.0, prompt, LOAD_TOKENS[1]) for prompt in prompts]
         records = await closed_loop(self._client.complete, requests, num_clients, lambda record: None)
@@ -102,7 +102,7 @@ class Session:
         }  # fmt: skip
 
     async def longest_gap(self) -> float:
-        """Longest gap, in seconds, of a stream during which a long prompt arrives."""
+        """Return the longest gap, in seconds, of a stream during which a long prompt arrives."""
         stream = asyncio.create_task(self.ask(self.prompt(64), STREAM_TOKENS))
         await asyncio.sleep(0.3)
         arrival = time.perf_counter()
@@ -160,7 +160,7 @@ async def measure_handoff(session: Session, rounds: int, num_tokens: int, metric
 
 
 async def measure_first(session: Session, rounds: int) -> dict[str, Any]:
-    """One client, streams of four tokens."""
+    """Measure one client with streams of four tokens."""
     figures: dict[str, Any] = {}
     for length in FIRST_TOKENS:
         records = [await session.ask(session.prompt(length), 4) for _ in range(rounds + 2)][2:]
@@ -210,12 +210,12 @@ def gap_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str, Any
 
 
 def handoff_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """Measure equal prompts on three clusters. `second_over_later_ms`: the cost of the hand-off beside a step."""
+    """Measure equal prompts on three clusters. `second_over_later_ms`: the cost of the hand-off over a step."""
     clusters = {"aggregated": (0, []), "at_end": (1, ["--no-progressive-pull"]), "progressive": (1, [])}
     common = ["--decode=1", f"--max-num-batched-tokens={options.chunk_tokens}", "--local-prefill-tokens=0", *flags]
     found = {}
     for name, (num_prefill, own) in clusters.items():
-        port, *_ = free_ports(num_prefill + 3)  # of each service's metrics; decode comes after prefill workers
+        port, *_ = free_ports(num_prefill + 3)  # of each service's metrics; decode follows prefill workers
         url = f"http://{LOOPBACK}:{port + num_prefill}/metrics"
         measure = functools.partial(measure_handoff, num_tokens=options.prompt_tokens, metrics_url=url)
         of_cluster = [f"--prefill={num_prefill}", f"--metrics-port={port}", *own, *common]
@@ -226,7 +226,7 @@ def handoff_scenario(options: argparse.Namespace, flags: list[str]) -> dict[str,
 
 
 def transformers_tok_s(rounds: int) -> float:
-    """Speed of one stream of the default model under transformers in bfloat16, in this process."""
+    """Return the speed of one stream of the default model with transformers in bfloat16, in this process."""
     from benchmarks.comparisons.compare_cpu import MAX_TOKEN_ID, transformers_speed
     from common.model_files import resolve_model
     from engine.config import EngineConfig

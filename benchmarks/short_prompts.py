@@ -32,7 +32,7 @@ from engine.prompt_graphs import graphs as prompt_graphs
 
 LENGTHS = (10, 56, 250, 500, 1016)
 NUM_DECODING = 8
-CONTEXT = 1000  # of each
+CONTEXT = 1000  # of each decoding row
 NUM_WARMUP = 3
 
 
@@ -53,7 +53,7 @@ class ShortPrompts:
         return random_prompt(self._random, self._vocab_size, num_tokens)
 
     def first_token_ms(self, num_new: int, cached: tuple[int, ...] = ()) -> float:
-        """Time to first token of a new prompt after the tokens `cached`."""
+        """Return the time to the first token of a new prompt after the tokens `cached`."""
         prompt = [*cached, *self.prompt(num_new)]
         began = time.perf_counter()
         self.engine.add_request(prompt, greedy(1), adapter=self._adapter)
@@ -61,7 +61,7 @@ class ShortPrompts:
         return (time.perf_counter() - began) * 1e3
 
     def longest_step_ms(self, num_new: int, cached: tuple[int, ...] = ()) -> float:
-        """Longest step from the arrival of a prompt until its first token, while others decode."""
+        """Return the longest step from a prompt's arrival to its first token, while others decode."""
         others = [
             self.engine.add_request(self.prompt(CONTEXT), greedy(64), adapter=self._adapter)
             for _ in range(NUM_DECODING)

@@ -107,7 +107,7 @@ PLAIN: Variant = ("", 0, "")
 
 @dataclass
 class Figures:
-    """Results of one engine for one kind of question: an entry per round."""
+    """Results of one engine for one kind of question, with one entry per round."""
 
     speeds: list[float] = field(default_factory=list)
     num_tokens: int = 0
@@ -206,7 +206,7 @@ def compare(
 def repeat_tokens(runner: Any) -> None:
     """Change the weights so that every token is followed by itself, whatever the rounding.
 
-    A block's output is small against the embedding then, and the output projection is the embedding.
+    A block's output is then small compared with the embedding, and the output projection is the embedding.
     """
     model = runner._forward._forwards._model if hasattr(runner, "_forward") else runner._model
     with torch.inference_mode():
@@ -226,7 +226,7 @@ def asked_by(config: EngineConfig, kind: str) -> list[list[int]]:
 
 
 class Knowing(Drafter):
-    """Drafts the last token again, as the next ones will be, and errs at each one with a probability."""
+    """Drafts the last token again, which is right, and errs at each draft with a probability."""
 
     def __init__(self, accuracy: float, draw: random.Random) -> None:
         self._accuracy, self._random = accuracy, draw
@@ -239,7 +239,7 @@ class Knowing(Drafter):
 
 
 def decide(proposer: FromModel, accuracy: float, draw: random.Random) -> None:
-    """Change drafts that a model or a head has computed: each is the token before it with that probability."""
+    """Change computed drafts of a model or a head: each equals the previous token with that probability."""
     propose = type(proposer).propose
 
     def changed(found: StepResult, sampled: Sequence[Sampled]) -> None:

@@ -1,8 +1,8 @@
 """Teacher-forced logits: an engine is made to follow given tokens, so that engines can be compared step by step.
 
-One engine answers greedily (`answer`) or a text is taken as the answer; others `follow` it, so that every step
-compares equal histories. Three questions are asked about the logits: `forced_logits` (is the fast path the same
-function?), `cpu_accuracy` (does the size of a step matter?) and `quant_agreement` (what does quantization change?).
+One engine answers greedily (`answer`), or a text is taken as the answer; others `follow` it, so that every step
+compares equal histories. Users: `forced_logits` (does the fast path compute the same function?), `cpu_accuracy` (does
+the size of a step matter?), `quant_agreement` (what does quantization change?).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Answer:
 
 
 def num_blocks(lengths: Sequence[int], num_output: int, block_size: int = BLOCK_SIZE, num_groups: int = 1) -> int:
-    """Blocks of sequences that are served together. num_groups: KV groups of the model."""
+    """Return the blocks of sequences that are served together. num_groups: KV groups of the model."""
     return num_groups * sum(-(-(length + num_output) // block_size) + 1 for length in lengths)
 
 
 def open_plain(loaded: LoadedModel, config: EngineConfig) -> tuple[Engine, CpuRunner]:
-    """Make an engine of the plain runner on any device, with a pool of its own and without a prefix cache."""
+    """Make an engine of the plain runner on any device, with its own pool and without a prefix cache."""
     config = replace(config, block_size=BLOCK_SIZE, prefix_cache=False)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype)
     runner = CpuRunner(loaded, allocate_pool(geometry, loaded.device), None, config)
@@ -89,9 +89,9 @@ def follow(engine: Engine, runner: Any, answers: Sequence[Answer]) -> list[Tenso
 
 
 def read(engine: Engine, answers: Sequence[Answer], num_likely: int = 1) -> list[list[TokenLogprobs]]:
-    """Return the log-probabilities of each prompt and answer, read as one prompt: all but the first token's.
+    """Return the log-probabilities of each prompt and answer, read as one prompt, without the first token.
 
-    The likeliest tokens of each place are among them. Faster than to follow, where a step costs more than its rows.
+    They include the likeliest tokens of each position. Faster than `follow` where a step costs more than its rows.
     """
     params = replace(greedy(1), prompt_logprobs=num_likely)
     requests = [engine.add_request([*each.prompt, *each.token_ids], params) for each in answers]
@@ -107,7 +107,7 @@ def in_float32(loaded: LoadedModel) -> LoadedModel:
     model.local_rotary, model.embedding_scale = as_float32(model.local_rotary), as_float32(model.embedding_scale)
     model.hidden_dtype = torch.float32
     for ref in model.linears():
-        linear: Any = ref.layer  # plain, or int8 with its weight computed anew
+        linear: Any = ref.layer  # plain, or int8 with its weight dequantized
         ref.replace(Linear(linear.weight.float(), None if linear.bias is None else linear.bias.float()))
     for each in model.blocks:
         block = each.inner
@@ -124,15 +124,15 @@ def as_float32(weight: Tensor | None) -> Tensor | None:
 
 
 def relative_errors(expected: Tensor, found: Tensor) -> list[float]:
-    """Norm of the difference over norm of the reference, token by token."""
+    """Return the norm of the difference over the norm of the reference, for each token."""
     errors: list[float] = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
     return errors
 
 
 def compare(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, Any]:
-    """Errors of logits, and how often another token is the likeliest.
+    """Return the errors of logits, and how often another token is the likeliest.
 
-    A tie: the reference ranks both tokens within the size of the error.
+    A tie: in the reference, both tokens are within the size of the error.
     """
     errors: list[float] = []
     num_different = num_ties = 0

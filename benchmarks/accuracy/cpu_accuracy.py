@@ -48,7 +48,7 @@ thought, and 19 - 7 = 12; so what goes up must come down. def fall(height): retu
 
 @dataclass(frozen=True)
 class Path:
-    """chunk: prompt tokens in each step, below 0: all but so many in the first, 0: all prompts in one step.
+    """chunk: prompt tokens per step; below 0: the first step takes all but so many; 0: all prompts in one step.
 
     batch: sequences that decode together.
     """
@@ -88,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Accuracy:
-    """The default model as it is served, and what it should say.
+    """The default model as it is served, and its reference.
 
-    Every sequence is the text from another word on, so that a batch has different ones; the first is compared in all
-    paths, so that they can be compared with each other.
+    Each sequence is the text beginning at another word, so that those in a batch differ. The first one is compared in
+    all paths, so that paths can be compared with each other.
     """
 
     def __init__(self, num_prompt: int, num_output: int) -> None:
@@ -118,9 +118,9 @@ class Accuracy:
         }
 
     def _read_reference(self) -> tuple[Tensor, Tensor]:
-        """Tokens that are compared after each position (num_output, NUM_LIKELY + 1), and their log-probabilities.
+        """Return the compared tokens after each position (num_output, NUM_LIKELY + 1), and their log-probabilities.
 
-        In float32 the size of a step does not matter, so that the text is read in one.
+        In float32 the size of a step does not matter, so the text is read in one step.
         """
         text = Answer(self._text[: self._num_prompt], self._text[self._num_prompt :])
         config = replace(
@@ -137,7 +137,7 @@ class Accuracy:
         return torch.tensor(wanted), torch.tensor(expected)
 
     def _logprobs(self, path: Path) -> Tensor:
-        """Log-probabilities (num_output, vocab) of the first sequence, before each of its last tokens."""
+        """Return the first sequence's log-probabilities (num_output, vocab) before each of its last tokens."""
         texts = [self._text[index:] + self._text[:index] for index in range(path.batch)]
         answers = [Answer(text[: self._num_prompt], text[self._num_prompt :]) for text in texts]
         step_tokens = path.chunk if path.chunk > 0 else path.batch * self._num_prompt + path.chunk
@@ -151,11 +151,11 @@ class Accuracy:
 
 
 def float32_model() -> LoadedModel:
-    """Load the default model in float32, with the numbers that the engine's 4-bit and bfloat16 weights stand for."""
+    """Load the default model in float32, with the values of the engine's 4-bit and bfloat16 weights."""
     config, weights = default_weights()
     weights.kept_bits = (4,)
     model = family_of(config.architecture).build(config, weights)
-    model.embedding.copy_(model.embedding.bfloat16())  # the output projection's, too: they are one tensor
+    model.embedding.copy_(model.embedding.bfloat16())  # also the output projection: they are one tensor
     tokenizer = partial(load_tokenizer, resolve_model(""))
     return LoadedModel(model, config, "float32", torch.float32, "none", torch.device("cpu"), tokenizer)
 

@@ -47,12 +47,12 @@ from engine.config import EngineConfig, GpuConfig
 from engine.kv.memory import kv_layout
 from engine.loader.load import load_model, read_config, resolve_device
 
-WHOLE, CHUNK = 2048, 48  # tokens in one step of the reference, and of its second pass
+WHOLE, CHUNK = 2048, 48  # tokens per step in the reference, and in its second pass
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Answers, and float32 logits of their tokens by three passes of the plain runner.
+    """Answers, and float32 logits of their tokens from three passes of the plain runner.
 
     logits: in float32, the reference. chunked: the same with prompts in small chunks. bfloat16: in the model's dtype.
     """
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = from_namespace(EngineConfig, options)
     try:
         config = config_for(config, lengths, options.output)
-        # The reference first: its weights are gone when the engine under test is loaded.
+        # The reference comes first: its weights are freed before the engine under test is loaded.
         text = Path(options.text).read_text() if options.text else ""
         reference = compute_reference(config, lengths, options.output, text)
         parts = assemble(config, gpu=from_namespace(GpuConfig, options))
@@ -99,14 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def config_for(config: EngineConfig, lengths: Sequence[int], num_output: int) -> EngineConfig:
-    """All prompts beside each other, with just the blocks that they need. Raises ConfigError."""
+    """Return settings that serve all prompts together, with just the blocks they need. Raises ConfigError."""
     config = config.resolved(resolve_device(config).type)
     blocks = num_blocks(lengths, num_output, config.block_size, num_groups_of(config))
     return replace(config, num_gpu_blocks=blocks, max_num_seqs=len(lengths))
 
 
 def num_groups_of(config: EngineConfig) -> int:
-    """KV groups of the model. Raises ConfigError."""
+    """Return the number of KV groups of the model. Raises ConfigError."""
     return len(kv_layout(read_config(resolve_model(config.model), config), torch.bfloat16).groups)
 
 
@@ -122,13 +122,13 @@ def compute_reference(config: EngineConfig, lengths: Sequence[int], num_output: 
     answers = answer(engine, prompts, num_output)
     logits = follow(engine, runner, answers)
     chunked = follow(*open_plain(loaded, replace(whole, max_num_batched_tokens=CHUNK)), answers)
-    loaded = load_model(files, whole, loaded.device)  # float32 has taken the place of the first one's weights
+    loaded = load_model(files, whole, loaded.device)  # float32 has replaced the first one's weights
     bfloat16 = follow(*open_plain(loaded, whole), answers)
     return Reference(answers, logits, chunked, bfloat16)
 
 
 def pieces_of(files: ModelFiles, text: str, lengths: Sequence[int]) -> list[list[int]]:
-    """Token ids of pieces of `text`, one after the other. Raises ConfigError when it is too short."""
+    """Return token ids of consecutive pieces of `text`. Raises ConfigError if it is too short."""
     token_ids = load_tokenizer(files).encode(text)
     if len(token_ids) < sum(lengths):
         raise ConfigError(f"the text has {len(token_ids)} tokens, the prompts need {sum(lengths)}")

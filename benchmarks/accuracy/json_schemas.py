@@ -42,17 +42,17 @@ from common.text.tokenizer import Tokenizer
 from engine.grammar.grammars import Grammars
 from router.grammar.answer_format import ResponseFormat, answer_grammar
 
-CLOSING_BIAS = 4.0  # of the tokens that end something, asked of a server
+CLOSING_BIAS = 4.0  # of tokens that end something, requested from a server
 FINISHED, UNFINISHED, REFUSED, FAILED = "finished", "unfinished", "refused", "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request: the answer's text, or the reason why there is none."""
+    """The outcome of one request: the answer's text, or the reason why there is none."""
 
     kind: str
     text: str = ""
-    compile_seconds: float = 0.0  # of the router's check and the engine's grammar
+    compile_seconds: float = 0.0  # of the router's check and the engine's compilation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,13 +92,13 @@ def measure(argv: Sequence[str] | None = None) -> Report:
 
 
 class Report:
-    """Counts, by kind and by reason."""
+    """Counts by kind and by reason."""
 
     def __init__(self, lists: bool) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
         self.reasons: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self.compile_seconds: list[float] = []
-        self.problems = 0  # answers that are not valid
+        self.problems = 0  # invalid answers
         self._lists = lists
 
     def add(self, name: str, schema: Mapping[str, Any], outcome: Outcome) -> None:
@@ -127,7 +127,7 @@ class Report:
 
 
 def verdict(schema: Mapping[str, Any], text: str) -> tuple[str, str]:
-    """Whether a finished answer is valid; what cannot be judged, and why."""
+    """Return whether a finished answer is valid, or why it cannot be judged."""
     exact = json.loads(json.dumps(schema), parse_float=decimal.Decimal)
     try:
         value = json.loads(text, parse_float=decimal.Decimal)
@@ -145,7 +145,7 @@ def verdict(schema: Mapping[str, Any], text: str) -> tuple[str, str]:
 def _drawn(
     args: argparse.Namespace, tokenizer: Tokenizer, runner: asyncio.Runner
 ) -> Callable[[Mapping[str, Any], int], Outcome]:
-    """Answers of uniformly drawn tokens."""
+    """Return a function that answers with uniformly drawn tokens."""
     grammars = Grammars(lambda: tokenizer, tokenizer.vocab_size)
     grammars.prepare().result()
     ends = set(tokenizer.eos_token_ids)
@@ -166,7 +166,7 @@ def _drawn(
                 words = matcher.allowed(output)
             except MiniInferError as error:
                 return Outcome(FAILED, str(error), took)
-            assert words is not None  # every token was allowed
+            assert words is not None  # None would mean that every token is allowed
             ending = () if len(output) < args.hurry else (*ends, *closing)
             token = next((each for each in ending if words[each // 32] >> (each % 32) & 1), None)
             if token is None:
@@ -181,7 +181,7 @@ def _drawn(
 
 
 def _server(args: argparse.Namespace, tokenizer: Tokenizer) -> Callable[[Mapping[str, Any], int], Outcome]:
-    """Answers of a server's model."""
+    """Return a function that asks a server's model."""
     client = httpx.Client(base_url=args.url, timeout=300.0)
     marks = [tokenizer.encode(mark)[-1] for mark in ('"', "]", "}")]
     bias = dict.fromkeys(map(str, (*marks, *tokenizer.eos_token_ids)), CLOSING_BIAS)

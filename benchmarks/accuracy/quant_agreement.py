@@ -61,7 +61,7 @@ def int8_weight(linear: Linear) -> Linear:
 
 
 def int4_weight(linear: Linear) -> Linear:
-    """The weight as a file without calibration would hold it."""
+    """Quantize the weight as a file without calibration would."""
     rows = quantize_int4(linear.weight)
     packed = pack_w4(rows.values, rows.scales, rows.offsets_or_zeros())
     return Linear(packed.words, linear.bias, gemm=lambda layer, x: w4a16_linear(x, packed, layer.bias))
@@ -86,7 +86,7 @@ def load(dtype: str) -> LoadedModel:
 
 
 def agreement(engine: Engine, answers: Sequence[Answer]) -> dict[str, float]:
-    """Read all answers in one step, as prompts whose log-probabilities are wanted."""
+    """Read all answers in one step, as prompts with log-probabilities."""
     same = before_first = total = 0
     for each, entries in zip(answers, read(engine, answers), strict=True):
         is_equal = [entry.top_token_ids[0] == entry.token_id for entry in entries[-len(each.token_ids) :]]
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for mode in options.modes:
         for head in ("own", "int8", "plain") if mode in MODES else ("plain",):
             if mode in ("w8a8", "int8-weight") and head == "int8":
-                continue  # its own
+                continue  # the same as its own kind
             loaded = load("float32" if mode == "float32" else "bfloat16")
             model, plain_head = loaded.model, loaded.model.head
             if mode in MODES:

@@ -1,4 +1,4 @@
-"""Cells of `benchmarks.clusters.roles`, one cluster under one load each: as JSON, a table, a picture."""
+"""Cells of `benchmarks.clusters.roles`: one cluster under one load each, as JSON, a table, a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent. rate 0: a closed loop."""
+    """A load to send. rate 0: a closed loop."""
 
     name: str
     rate: float = 0.0
@@ -37,9 +37,9 @@ class Cell:
     placements: dict[str, float] = field(default_factory=dict)  # in this cell, and moves
     num_requests: int = 0
     errors: dict[str, int] = field(default_factory=dict)
-    first_gap_ms: dict[str, float] | None = None  # between a request's first and second token: of a hand-off, too
-    queue_ms: float = 0.0  # means, as workers measure them: until a request's first step, and from then to its first
-    prefill_ms: float = 0.0  # token
+    first_gap_ms: dict[str, float] | None = None  # between first and second token, so it includes a hand-off
+    queue_ms: float = 0.0  # mean from arrival at a worker to the first step, and below from there to the first token
+    prefill_ms: float = 0.0  # as workers measure them
     step_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # by worker, for each part of a step
 
 
@@ -65,7 +65,7 @@ def _p99(times_ms: dict[str, float] | None) -> float | None:
 
 
 def draw(cells: Sequence[Cell], path: Path, title: str, ttft_objective_ms: float, itl_objective_ms: float) -> None:
-    """Share of good requests, p99 of TTFT and of gaps under each load with a rate, as bars. Raises ConfigError."""
+    """Draw good requests, and p99 of TTFT and gaps, under each load with a rate. Raises ConfigError."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

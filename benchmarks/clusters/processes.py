@@ -1,10 +1,10 @@
-"""The simulator against real processes on this machine: `mini-infer simulate --against` a cluster started for it.
+"""Compares the simulator with real processes on this machine: `mini-infer simulate --against` a cluster started here.
 
     python -m benchmarks.clusters.processes --trace AzureLLMInferenceTrace_conv.csv --length-scale 0.2 \\
         --max-requests 150 --request-rate 2.5
 
-Router, workers, pulls and clients are real; steps sleep as long as --steps says (`--simulated-steps`), which the
-simulator has to find out by itself.
+Router, workers, pulls and clients are real. Steps sleep as long as --steps says (`--simulated-steps`), which the
+simulator has to find out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common.config import SettingsParser, add_arguments, from_namespace
 
 STEPS = "base=0.05,row=5e-5,context=2.5e-7,prompt=0.0075,prompt_token=2.5e-4"
 MAX_NUM_SEQS = 64
-PULL_TOKENS_PER_SECOND = 1e7  # of the model of one layer, within a machine, also from host memory
+PULL_TOKENS_PER_SECOND = 1e7  # of the one-layer model, within a machine, also from host memory
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens in one step")
     for title, cls in (("workload", WorkloadConfig), ("report", ReportConfig)):
         add_arguments(parser.add_argument_group(title), cls)
-    parser.set_defaults(num_requests=80, input_len="20-600", output_len="5-60")  # of the load that calibrates
+    parser.set_defaults(num_requests=80, input_len="20-600", output_len="5-60")  # of the calibrating load
     options = parser.parse_args()
     workload = from_namespace(WorkloadConfig, options, {})
     report = from_namespace(ReportConfig, options, {})

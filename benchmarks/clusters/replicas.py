@@ -1,13 +1,13 @@
-"""Throughput, latency and balance of replicas: 1, 2, ... workers of one role behind the router, as many clients each.
+"""Throughput, latency and balance of replicas: 1, 2, ... workers of one role behind a router, each with --clients.
 
     python -m benchmarks.clusters.replicas --replicas 1,2 --clients 8 --model dry-run -- --num-threads 1
     python -m benchmarks.clusters.replicas --replicas 1,2 --clients 64 --gpus 0,1 \\
         --model benchmarks/configs/qwen2.5-7b --load-format dummy
 
 A closed loop keeps --clients requests of --input and --output tokens open for each worker. `scaling` is the
-throughput a worker over that of the first number of replicas: 1 is linear. `shares` are parts of all requests by
-worker, and `max_over_mean` is 1 when they are equal. Prints one JSON object a line. Flags that are not known here go
-to `mini-infer serve`.
+throughput per worker relative to that with the first number of replicas: 1 is linear. `shares` are the workers'
+shares of all requests, and `max_over_mean` is 1 if they are equal. Prints one JSON object per line. Unknown flags are
+passed to `mini-infer serve`.
 
 Replicas, router and clients share a machine's cores: on a CPU, throughput grows until these are used up.
 """
@@ -34,12 +34,12 @@ PROMPT_TOKENS = "vllm:prefix_cache_queries_total"
 
 
 def prompt_tokens(port: int) -> float:
-    """Tokens of all prompts that a worker has begun with. Prompts are equally long, so they count requests."""
+    """Return the tokens of all prompts that a worker has begun. Prompts of equal lengths: a count of requests."""
     return read_metric(f"http://{LOOPBACK}:{port}/metrics", PROMPT_TOKENS)
 
 
 def balance(counts: Sequence[float]) -> dict[str, Any]:
-    """Each worker's part of the sum, and the largest over the mean."""
+    """Return each worker's share of the sum, and the largest count over the mean."""
     total = max(sum(counts), 1.0)
     return {
         "shares": [round(count / total, 3) for count in counts],
@@ -48,8 +48,8 @@ def balance(counts: Sequence[float]) -> dict[str, Any]:
 
 
 def measure(num_replicas: int, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """Start so many workers, warm them up, measure, stop them."""
-    ports = free_ports(num_replicas + 2)[:num_replicas]  # metrics: after them those of agent and router
+    """Start `num_replicas` workers, warm them up, measure, stop them."""
+    ports = free_ports(num_replicas + 2)[:num_replicas]  # metrics ports; those of agent and router follow them
     options.clients = num_replicas * options.clients_per_worker
     bench = Bench(options)
     own = ["--prefill=0", f"--decode={num_replicas}", f"--metrics-port={ports[0]}"]

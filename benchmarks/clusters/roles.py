@@ -44,14 +44,14 @@ from common.errors import ConfigError
 
 TIMES = ("queue", "prefill")
 TRACES = {"azure": "AzureLLMInferenceTrace_conv.csv", "mooncake": "conversation_trace.jsonl"}
-SETTLED = 0.25  # share of a closed loop's time that passes before its throughput counts
+SETTLED = 0.25  # share of a closed loop's time before its throughput counts
 GRACE_SECONDS = 6.0  # for the answers of requests that arrived in time
 WARM_SECONDS = 4.0
 QUIET_SECONDS = 10.0
 
 
 def serve_flags(cluster: str, ttft_ms: float, itl_ms: float) -> list[str]:
-    """Flags of `mini-infer serve` for one of the clusters."""
+    """Return the flags of `mini-infer serve` for one of the clusters."""
     return {
         "aggregated": ["--prefill=0", "--decode=2"],
         "static": ["--prefill=1", "--decode=1"],
@@ -60,7 +60,7 @@ def serve_flags(cluster: str, ttft_ms: float, itl_ms: float) -> list[str]:
 
 
 def parse_loads(text: str) -> list[Load]:
-    """`closed,azure:10:20`. Raises ConfigError."""
+    """Parse `closed,azure:10:20`. Raises ConfigError."""
     loads = []
     for item in text.split(","):
         name, *rates = item.split(":")
@@ -76,7 +76,7 @@ def parse_loads(text: str) -> list[Load]:
 
 
 def scaled_rows(rows: Sequence[TraceRow], rate: float, seconds: float, longest: int) -> list[TraceRow]:
-    """The first rows, `rate` a second over `seconds`, without those of more than `longest` tokens (0: no bound)."""
+    """Return the first rows at `rate` per second for `seconds`, of at most `longest` tokens each (0: no limit)."""
     fitting = [row for row in rows if not longest or row.num_input_tokens + row.num_output_tokens <= longest]
     taken = fitting[: max(round(rate * seconds), 1)]
     span = max(taken[-1].at_seconds - taken[0].at_seconds, 1e-9)
@@ -88,7 +88,7 @@ def scaled_rows(rows: Sequence[TraceRow], rate: float, seconds: float, longest: 
 
 
 class Bench:
-    """Loads for one cluster after the other; `options` are the program's arguments."""
+    """Runs loads on one cluster after another; `options` are the program's arguments."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -96,7 +96,7 @@ class Bench:
         self._objectives = Objectives(options.ttft_ms, options.itl_ms)
 
     def requests(self, load: Load, seed: int) -> Iterable[PlannedRequest]:
-        """Prompts that no cell of the same cluster has had: KV of those may be cached."""
+        """Return prompts that no earlier cell of the cluster had, since their KV may be cached."""
         options = self._options
         if not load.rate:
             length = (options.input, options.input), (options.output, options.output)
@@ -106,7 +106,7 @@ class Bench:
         return trace_workload(self._maker, chosen, 1.0, options.length_scale, seed)
 
     async def measure(self, url: str, cluster: str, load: Load, seed: int) -> Cell:
-        """One cell. Requests that are open at its end are given up, and are not good."""
+        """Measure one cell. Requests open at its end are cancelled, and count as not good."""
         target = Target(url, first_model(url))
         seconds = self._options.seconds
         before = counters(url)
@@ -132,7 +132,7 @@ class Bench:
 
     def _cell(self, cluster: str, load: Load, records: list[RequestRecord], counted: dict[str, float]) -> Cell:
         seconds = self._options.seconds
-        if not load.rate:  # those that the end cut off are neither good nor bad, and those of the start not settled
+        if not load.rate:  # requests cut off at the end are neither good nor bad, those of the start have not settled
             records = [record for record in records if record.error != "timeout" or record.chunk_times]
         for record in records:
             record.num_output_tokens = record.num_output_tokens or len(record.chunk_times)
@@ -154,7 +154,7 @@ class Bench:
         )  # fmt: skip
 
     async def warm(self, url: str) -> None:
-        """A few seconds of the closed loop's requests, so that kernels are compiled and rates measured."""
+        """Run the closed loop for a few seconds, so that kernels are compiled and rates measured."""
         options = self._options
         length = (options.input, options.input), (options.output, options.output)
         planned = random_workload(self._maker, 1 << 14, *length, 0.0, options.seed + 1)
@@ -166,7 +166,7 @@ class Bench:
 
 
 def counters(url: str) -> dict[str, float]:
-    """Since the start of the router: placements by kind, moves, and sums and counts of TIMES."""
+    """Return the router's totals: placements by kind, moves, and sums and counts of TIMES."""
     text = httpx.get(url + "/metrics", timeout=10.0).text
     pattern = r'^mini_infer_(?:placements|moves)_total\{(?:.*placement="(\w+)")?[^}]*\} (\S+)'
     found = {name or "moves": float(value) for name, value in re.findall(pattern, text, re.MULTILINE)}
@@ -175,13 +175,13 @@ def counters(url: str) -> dict[str, float]:
 
 
 def step_seconds(url: str) -> dict[str, dict[str, float]]:
-    """What the router has learned of each worker's steps."""
+    """Return the step costs that the router has learned for each worker."""
     workers = httpx.get(url + "/v1/cluster", timeout=10.0).json()["workers"]
     return {worker["id"]: worker["step_seconds_by_part"] for worker in workers}
 
 
 async def until_quiet(url: str) -> None:
-    """Wait until no worker has a request, but not forever."""
+    """Wait until no worker has a request, for at most QUIET_SECONDS."""
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
         reply = await asyncio.to_thread(httpx.get, url + "/v1/cluster", timeout=10.0)

@@ -32,16 +32,16 @@ from cli.simulation.specs import spec_of
 
 CLUSTERS = ("aggregated", "static", "adaptive")
 TRACES = ROLE_TRACES | {"code": "AzureLLMInferenceTrace_code.csv", "synthetic": "synthetic_trace.jsonl"}
-# KV of 16,000 tokens came 8.3 ms later from another H200 (docs/benchmarks.md "Hand-off from prefill to decode").
+# KV of 16,000 tokens arrived 8.3 ms later from another H200 (docs/benchmarks.md "Hand-off from prefill to decode").
 PULL_TOKENS_PER_SECOND = 2e6
 OBJECTIVES = Objectives(ttft_ms=1000.0, itl_ms=25.0)
-GAP_SECONDS = 10.0  # between cells that are replayed
+GAP_SECONDS = 10.0  # between replayed cells
 LOOP_CLIENTS, LOOP_TOKENS = 256, (1024, 128)  # of a closed loop
 
 
 @dataclass(frozen=True)
 class Window:
-    """What is counted: requests that are sent from `begin` to `end`, in seconds of the simulation."""
+    """The counted requests: those sent from `begin` to `end`, in seconds of the simulation."""
 
     begin: float
     end: float
@@ -54,7 +54,7 @@ class Cell:
     load: str
     rate: float
     cluster: str
-    tokens_per_second: float  # while requests come
+    tokens_per_second: float  # while requests arrive
     good_per_second: float
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
@@ -73,7 +73,7 @@ HEADER = f"{'load':10} {'req/s':>5} {'cluster':10} {'tok/s':>7} {'good/s':>7}   
 
 
 def settings_of(cluster: str, gpus: int = 2, **settings: Any) -> ClusterConfig:
-    """A cluster of so many GPUs, half of which prefill unless it is aggregated."""
+    """Return a cluster of `gpus` GPUs, half of which prefill unless it is aggregated."""
     num_prefill = 0 if cluster == "aggregated" else gpus // 2
     if cluster == "adaptive":
         settings = {"ttft_objective_ms": OBJECTIVES.ttft_ms, "itl_objective_ms": OBJECTIVES.itl_ms, **settings}
@@ -114,7 +114,7 @@ def measure(
 def cells_of(
     name: str, rows: Sequence[TraceRow], rate: float, seconds: float, warm: float, seed: int = 0, **settings: Any
 ) -> list[Cell]:
-    """The clusters under the same requests. rows: of a trace, from the first one to send."""
+    """Run the clusters under the same requests. rows: of a trace, from the first one to send."""
     chosen = scaled_rows(rows, rate, seconds + warm, longest=0)
     maker, window = PromptMaker(DEFAULT_VOCAB_SIZE), Window(warm, seconds + warm)
     return [
@@ -134,11 +134,11 @@ def cells_of(
 
 @dataclass(frozen=True)
 class Comparison:
-    """The adaptive cluster as a multiple of others; `better` has the higher goodput of aggregated and static."""
+    """The adaptive cluster relative to others; `better` has the higher goodput of aggregated and static."""
 
-    goodput: float  # of the better
-    throughput: float  # of aggregated
-    ttft_p99: float  # of aggregated
+    goodput: float  # relative to the better one
+    throughput: float  # relative to aggregated
+    ttft_p99: float  # relative to aggregated
     ttft_p99_of_better: float
 
     @classmethod
@@ -164,7 +164,7 @@ def fitting(path: Path, longest: int) -> list[TraceRow]:
 
 
 def replay_loop(cluster: str, cell: dict[str, Any], seconds: float) -> str:
-    """A line that compares the closed loop of `benchmarks.clusters.roles` with one in simulated time."""
+    """Return a line that compares the closed loop of `benchmarks.clusters.roles` with a simulated one."""
     simulated = SimulatedCluster(spec_of(settings_of(cluster)))
     lengths = (LOOP_TOKENS[0],) * 2, (LOOP_TOKENS[1],) * 2
     planned = random_workload(PromptMaker(DEFAULT_VOCAB_SIZE), 1 << 13, *lengths, 0.0, seed=0)
@@ -178,7 +178,7 @@ def replay_loop(cluster: str, cell: dict[str, Any], seconds: float) -> str:
 
 
 def replay(path: Path, traces: Path, longest: int) -> Iterator[str]:
-    """Lines that compare cells of `benchmarks.clusters.roles` with the same ones in simulated time."""
+    """Yield lines that compare cells of `benchmarks.clusters.roles` with the same cells in simulated time."""
     document = json.loads(path.read_text(encoding="utf-8"))
     seconds = float(document["argv"][document["argv"].index("--seconds") + 1])
     maker = PromptMaker(DEFAULT_VOCAB_SIZE)
@@ -193,7 +193,7 @@ def replay(path: Path, traces: Path, longest: int) -> Iterator[str]:
             begin = windows[-1].end + GAP_SECONDS if windows else 0.0
             windows.append(Window(begin, begin + seconds))
             rows = scaled_rows(fitting(traces / TRACES[cell["load"]], longest), cell["rate"], seconds, longest=0)
-            planned = trace_workload(maker, rows, 1.0, 1.0, seed=number)  # prompts that no cell has had
+            planned = trace_workload(maker, rows, 1.0, 1.0, seed=number)  # prompts that no earlier cell had
             requests += [replace(each, at_seconds=each.at_seconds + begin) for each in planned]
         found = measure("", 0.0, cluster, requests, windows, settings_of(cluster))
         for cell, simulated in zip(measured, found, strict=True):

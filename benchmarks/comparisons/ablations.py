@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 EAGER = ("--no-use-cuda-graph", "--no-overlap")
-ROUNDS = 3  # the median is shown, with the slowest and the fastest
+ROUNDS = 3  # the median is shown, with the slowest and the fastest run
 GRAPH_BATCHES = "1,2,4,8,16,32,64,128,256"
-# What is switched on, and the flags that leave out what comes after it.
+# What is switched on, and the flags that leave out the later steps.
 Steps = Sequence[tuple[str, Sequence[str]]]
 GPU_STEPS: Steps = (
     ("one request at a time", ("--batch=1", "--quant-mode=none", *EAGER)),
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(name: str, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Figures of one line, one object for each batch size. Raises CalledProcessError."""
+    """Return the figures of one line, one object for each batch size. Raises CalledProcessError."""
     command = [sys.executable, "-m", "benchmarks.engine", "--json", f"--rounds={ROUNDS}", *flags]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found = [{"step": name, **json.loads(line)} for line in done.stdout.splitlines()]

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_contestants(path: str, num_output: int, clock: harness.Clock) -> dict[str, Callable[[list[int]], float]]:
-    """Name -> function from a prompt to decoded tokens per second, prompts' time not counted."""
+    """Return functions by name, from a prompt to decoded tokens per second, without the prompt's time."""
     parts = assemble(EngineConfig(path, device="cpu", prefix_cache=False, max_model_len=2048))
     contestants = {} if path else {TRANSFORMERS: transformers_speed(parts.model_config, num_output, clock)}
     contestants |= {
@@ -104,7 +104,7 @@ def engine_speed(
 
 
 def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Clock) -> Callable[[list[int]], float]:
-    """`generate` of transformers on the same weights in bfloat16."""
+    """Return a function that times transformers' `generate` on the same weights in bfloat16."""
     import transformers
 
     theirs = transformers.LlamaConfig(
@@ -135,7 +135,7 @@ def transformers_speed(config: ModelConfig, num_output: int, clock: harness.Cloc
 
 
 def named_weights() -> dict[str, torch.Tensor]:
-    """The default model's weights in float32 under transformers' names."""
+    """Return the default model's weights in float32 under transformers' names."""
     config, weights = harness.default_weights()
     _, shapes = family_of(config.architecture).skeleton(config)
     held = {name: weights.take(name, shape) for name, shape in shapes.items()}

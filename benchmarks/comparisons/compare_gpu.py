@@ -1,9 +1,9 @@
-"""Decode speed on a GPU beside transformers' `generate`, in one run over the same shapes with random weights.
+"""Decode speed on a GPU compared with transformers' `generate`, in one run with the same shapes and random weights.
 
     python -m benchmarks.comparisons.compare_gpu --model benchmarks/configs/qwen2.5-7b --batch 1,8
 
-Both get fresh prompts of `--input` tokens and generate `--output` tokens greedily in the same dtype. The time of
-decoding alone is compared: from each side's total the time of the same call with one output token is taken off.
+Both get new prompts of `--input` tokens and generate `--output` tokens greedily in the same dtype. Only decoding is
+compared: the time of the same call with one output token is subtracted from each side's total.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
 
 def decode_speed(generate: Callable[[list[list[int]], int], None], vocab_size: int, batch: int, num_input: int,
                  num_output: int) -> float:  # fmt: skip
-    """Output tok/s of decoding: best of a few, each time with new prompts."""
+    """Return the output tok/s of decoding: the best of a few runs, each with new prompts."""
     rng = random.Random()
 
     def seconds(count: int) -> float:

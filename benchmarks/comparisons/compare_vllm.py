@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--out", default="", help="file for all figures")
-    options, more = parser.parse_known_args(argv)  # for benchmarks.engine alone
+    options, more = parser.parse_known_args(argv)  # only for benchmarks.engine
     names = [*map(str, options.batch), *(f"{count} tokens, ms" for count in options.prefill)]
     print(f"| mini-infer / vLLM | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}", flush=True)
     complete = True
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_turn(row: str, turn: int, options: argparse.Namespace, more: Sequence[str]) -> Iterator[Figures]:
-    """Figures of both engines, with `engine` and `turn`; of one that fails only what it has printed."""
+    """Yield the figures of both engines, with `engine` and `turn`; if one fails, only what it has printed."""
     name, _, mode = row.partition(":")
     shapes = [
         f"--model={CONFIGS / name}", f"--quant-mode={mode or 'none'}", f"--input={options.input}",
@@ -77,7 +77,7 @@ def run_turn(row: str, turn: int, options: argparse.Namespace, more: Sequence[st
 
 
 def cell(figures: Sequence[Figures], shape: str, size: int, figure: str, unit: float) -> str:
-    """Medians of both engines; a dash for what was not measured."""
+    """Return the medians of both engines; a dash if not measured."""
     parts = []
     for engine in ENGINES:
         found = [each[figure] * unit for each in figures if each["engine"] == engine and each.get(shape) == size]

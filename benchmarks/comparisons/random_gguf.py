@@ -19,7 +19,7 @@ CONTEXT = 8192
 
 
 class RandomFile:
-    """A file under way. hidden: columns of most weights."""
+    """A file being written. hidden: columns of most weights."""
 
     def __init__(
         self, path: str, architecture: str, tokenizer: str, hidden: int, num_layers: int, inner: int
@@ -52,7 +52,7 @@ class RandomFile:
         self.writer.add_expert_used_count(used)
 
     def blocks(self, name: str, kind: GGMLQuantizationType, *shape: int) -> None:
-        """Random bits under scales that keep activations in range."""
+        """Add random bits with scales that keep activations in range."""
         columns, size = GGML_QUANT_SIZES[kind]
         raw = self._random.integers(0, 256, (*shape[:-1], shape[-1] // columns, size), dtype=np.uint8)
         scale = np.array([0.02 / {Kind.Q4_K: 160, Kind.Q6_K: 400, Kind.Q8_0: 100}.get(kind, 1)], np.float16)

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 REPEATS = 3
-HEADROOM = 8  # tokens of a sequence beyond prompt and answer
+HEADROOM = 8  # tokens of a sequence in addition to prompt and answer
 
 
 def main() -> None:
     options = parse()
     os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
-    vllm: Any = importlib.import_module("vllm")  # here, because it reads the environment
+    vllm: Any = importlib.import_module("vllm")  # imported here, because it reads the environment
 
     longest = max([options.input + options.output if options.batch else 0, *options.prefill])
     settings: dict[str, Any] = {} if options.quant_mode == "none" else {"quantization": options.quant_mode}
@@ -39,7 +39,7 @@ def main() -> None:
     vocab_size = raw.get("vocab_size") or raw["text_config"]["vocab_size"]
 
     def seconds(num_rows: int, num_input: int, num_output: int) -> float:
-        """Best time of a few for so many prompts at once."""
+        """Return the best time of a few runs for `num_rows` prompts at once."""
         params = vllm.SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False)
         times = []
         for _ in range(1 + REPEATS):  # the first one warms up

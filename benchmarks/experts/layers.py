@@ -1,6 +1,6 @@
-"""The layers of experts that `benchmarks.experts.parallel` measures, their rows, and where their experts are placed.
+"""The layers that `benchmarks.experts.parallel` measures, their rows, and the placement of their experts.
 
-`options` are the arguments of that program. All ranks draw the same weights, and place experts alike.
+`options` are that program's arguments. All ranks draw the same weights, and place experts alike.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.moe.moe import Moe
 from kvstore.layout import WHOLE, Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NUM_PROFILED = 4096  # rows whose loads a balanced placement is made of
-COMMON = 8.0  # what all rows have in common, which a skewed router reads
+NUM_PROFILED = 4096  # rows whose loads determine a balanced placement
+COMMON = 8.0  # common part of all rows, which a skewed router reads
 
 
 def make_block(
     options: argparse.Namespace, device: torch.device, routing: str, shard: Shard = WHOLE, slots: Slots = ()
 ) -> Moe:
-    """A rank's experts of the layer; all ranks draw the same weights."""
+    """Return a rank's experts of the layer; all ranks draw the same weights."""
     moe = MoeConfig(options.experts, options.top_k, options.inner, float32_router=True, slots=slots)  # without ties
     if shard != WHOLE:
         moe = moe.shard(shard.size, shard.rank, "dispatch")
@@ -42,7 +42,7 @@ def make_block(
 
 
 def place_experts(whole: Moe, options: argparse.Namespace, device: torch.device) -> Slots:
-    """The wanted placement; all ranks make the same."""
+    """Return the wanted placement; all ranks compute the same one."""
     if options.placement == "plain":
         return ()
     if options.placement == "rebalanced":
@@ -51,14 +51,14 @@ def place_experts(whole: Moe, options: argparse.Namespace, device: torch.device)
 
 
 def profiled_placement(whole: Moe, options: argparse.Namespace, device: torch.device) -> Slots:
-    """Balanced for the loads of rows that are not measured."""
+    """Return a placement balanced for the loads of rows that are not measured."""
     _, chosen = whole.route(make_rows(NUM_PROFILED, options.ranks, options, device))
     loads = torch.bincount(chosen.flatten(), minlength=options.experts).tolist()
     return balanced_placement(loads, options.ranks, options.redundant)
 
 
 def imbalance_of(chosen: Sequence[Tensor], block: Moe) -> float:
-    """chosen: slots of each rank's rows."""
+    """Return the busiest rank's rows over the mean. chosen: slots of each rank's rows."""
     rule = block.rule
     of_slots = torch.bincount(torch.cat(list(chosen)).flatten(), minlength=rule.num_slots)
     of_ranks = of_slots.view(rule.expert_ranks, -1).sum(dim=1)
@@ -72,7 +72,7 @@ def make_rows(num_rows: int, rank: int, options: argparse.Namespace, device: tor
 
 
 def skew(block: Moe) -> None:
-    """Make expert e's score the smaller by log(e + 1), on average."""
+    """Lower expert e's score by log(e + 1), on average."""
     num_experts, hidden = block.router.shape
     offsets = -torch.log(torch.arange(1.0, num_experts + 1)) / COMMON
     skewed = block.router + (offsets[:, None] * hidden**-0.5).to(block.router)

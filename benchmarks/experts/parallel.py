@@ -54,7 +54,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank found of a form. Times in microseconds."""
+    """One rank's measurements of a form. Times in microseconds."""
 
     form: str
     layer_us: float
@@ -63,7 +63,7 @@ class Found:
     combined_bytes: int
     ideal_dispatched_bytes: int
     ideal_combined_bytes: int
-    error: float  # relative, against one rank
+    error: float  # relative, compared with one rank
     imbalance: float
     move_us: float
     moved: int
@@ -102,7 +102,7 @@ def run_rank(shard: Shard, folder: str, link: socket.socket, results: Any, optio
 
 
 def rebalance(block: Moe, ranks: Ranks, wanted: Slots) -> tuple[float, int]:
-    """Let ranks exchange experts. Returns the microseconds that it takes, and how many slots change."""
+    """Let ranks exchange experts. Return the microseconds it takes, and how many slots change."""
     assert block.slots is not None, "it has a placement"
     before, size = block.slots.placement, block.rule.expert_ranks
     slots = with_fewest_moves(wanted, before, size)
@@ -110,7 +110,7 @@ def rebalance(block: Moe, ranks: Ranks, wanted: Slots) -> tuple[float, int]:
 
 
 def figures_of(routing: str, num_tokens: int, found: Sequence[Found], options: argparse.Namespace) -> dict[str, Any]:
-    """Figures over all ranks: the slowest one's times, the sum of bytes."""
+    """Return figures over all ranks: the slowest rank's times, the sum of bytes."""
     total = {name: sum(getattr(each, name) for each in found) for name in Found.__annotations__ if "bytes" in name}
     names = ("layer_us", "exchange_us", *(("move_us", "moved") if found[0].moved else ()))
     times = {name: round(max(getattr(each, name) for each in found), 2) for name in names}
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = print_results(results, options, processes)
         for process in processes:
             if status and process.is_alive():
-                process.terminate()  # it may wait for one that has ended
+                process.terminate()  # it may wait for a rank that has ended
             process.join()
     for link in (link for pair in links for link in pair):
         link.close()
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_results(results: Any, options: argparse.Namespace, processes: Sequence[Any]) -> int:
-    """Print a line for each form as soon as all ranks have it. Returns 1 when an output was wrong or a rank ended."""
+    """Print a line for each form once all ranks have it. Return 1 if an output was wrong or a rank ended."""
     status, padded_us = 0, 0.0
     came: dict[tuple[str, int, str], list[Found]] = {}
     for _ in range(len(options.routing) * len(options.tokens) * len(ExchangeForm) * len(processes)):
@@ -192,7 +192,7 @@ def print_results(results: Any, options: argparse.Namespace, processes: Sequence
         if len(of_ranks) < len(processes):
             continue
         figures = figures_of(routing, num_tokens, of_ranks, options)
-        if found.form == ExchangeForm.PADDED.value:  # the first of them
+        if found.form == ExchangeForm.PADDED.value:  # the first form
             padded_us = figures["layer_us"]
         figures["against_padded"] = round(padded_us / figures["layer_us"], 2)
         report(figures, options.json)
@@ -203,7 +203,7 @@ def print_results(results: Any, options: argparse.Namespace, processes: Sequence
 
 
 def next_result(results: Any, processes: Sequence[Any]) -> tuple[str, int, Found] | None:
-    """The next one, or None when a rank has ended with an error."""
+    """Return the next result; None if a rank has ended with an error."""
     while True:
         try:
             result: tuple[str, int, Found] = results.get(timeout=1.0)

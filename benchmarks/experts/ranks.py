@@ -1,4 +1,4 @@
-"""Ranks that a layer of experts is measured on: processes on CPUs with gloo between them, or GPUs."""
+"""Ranks on which a layer of experts is measured: CPU processes connected by gloo, or GPUs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from engine.tensor_parallel.followers import READY, receive_fds
 from engine.tensor_parallel.group import GlooGroup
 from kvstore.layout import Shard
 
-NUM_CALLS = 20  # of a graph
-NUM_MOVES = 21  # there and back, the last one there
+NUM_CALLS = 20  # in a graph
+NUM_MOVES = 21  # back and forth, ending with the new placement
 
 
 @dataclass(frozen=True)
 class Measured:
-    """out: of this rank's rows. exchange_us: of dispatch and combine alone. moved: to other ranks, in one call."""
+    """out: for this rank's rows. exchange_us: dispatch and combine alone. moved: bytes to other ranks in one call."""
 
     out: Tensor
     layer_us: float
@@ -42,23 +42,23 @@ class Measured:
 
 
 class Ranks(Protocol):
-    """What the layer runs on."""
+    """The ranks that the layer runs on."""
 
     def measure(self, block: Moe, x: Tensor, form: ExchangeForm) -> Measured:
-        """Return what the layer makes of this rank's rows, and how fast."""
+        """Return the layer's output for this rank's rows, and its times."""
         ...
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Each rank's."""
+        """Return each rank's tensor."""
         ...
 
     def move(self, block: Moe, slots: Slots) -> float:
-        """Give the layer another placement, as while serving. Returns the microseconds that it takes."""
+        """Give the layer another placement, as while serving. Return the microseconds it takes."""
         ...
 
 
 class CpuRanks:
-    """Processes of one host, gloo between them."""
+    """Processes on one host, connected by gloo."""
 
     def __init__(self, shard: Shard, folder: str, seconds: float, options: argparse.Namespace) -> None:
         """seconds: of one measurement. options: see `choose_clock`."""
@@ -98,7 +98,7 @@ class CpuRanks:
         return median
 
     def _median_us(self, call: Callable[[], object]) -> float:
-        """All ranks begin each call together, and call as often."""
+        """Return the median; all ranks begin each call together, and make equally many calls."""
         times: list[float] = []
         going = True
         while going:
@@ -112,13 +112,13 @@ class CpuRanks:
 
 
 class GpuRanks:
-    """One GPU each, which map each other's memory; calls are captured in graphs."""
+    """Ranks with one GPU each, which map each other's memory; calls are captured in graphs."""
 
     def __init__(
         self, shard: Shard, folder: str, link: socket.socket, max_tokens: int, hidden: int, top_k: int,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """link: to the process that gives each rank the descriptors of all, see `share_fds`."""
+        """link: to the process that gives each rank the descriptors of all ranks, see `share_fds`."""
         from engine.tensor_parallel.gpu_group import DeviceGroup  # these need triton
         from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, rows_a_rank
 
@@ -179,7 +179,7 @@ class GpuRanks:
         return parts
 
     def move(self, block: Moe, slots: Slots) -> float:
-        """See Ranks. The time is the device's with the host's, from an idle device on."""
+        """See Ranks. The time is that of device and host, beginning with an idle device."""
         from engine.expert_balancing.gpu_moves import StackedLayer
 
         assert block.slots is not None, "it is to be moved"
@@ -199,7 +199,7 @@ class GpuRanks:
 
 
 def share_fds(links: list[socket.socket]) -> None:
-    """Give every rank the descriptors of all."""
+    """Give every rank the descriptors of all ranks."""
     fds = [fd for rank, link in enumerate(links) for fd in receive_fds(link, 1, f"rank {rank}")]
     for link in links:
         socket.send_fds(link, [READY], fds)

@@ -41,7 +41,7 @@ from kernels.gpu.moe.packed_experts import packed_experts, takes_packed, tile_of
 from kernels.gpu.tuning import Table, found
 from kernels.quantization.w4a16_gemm import MAX_CHUNK
 
-NUM_CHOICES = 24  # sets of chosen experts that calls rotate through
+NUM_CHOICES = 24  # sets of chosen experts, through which calls rotate
 NUM_SHOWN = 4  # settings of a sweep
 SWEEP_ROWS = [
     GemvConfig(n, k, w, s)
@@ -88,7 +88,7 @@ SWEEP_PACKED_TILES = [
 
 
 class Layer:
-    """Weights, and inputs for so many tokens."""
+    """Weights, and inputs for `num_tokens` tokens."""
 
     def __init__(
         self, shape: Shape, num_tokens: int, gate_up: Weights, down: Weights, num_choices: int = NUM_CHOICES
@@ -108,7 +108,7 @@ class Layer:
         return self.x.shape[0] > MAX_UNSORTED or takes_packed(self.x, self.gate_up.weight, self.gate_up.scales)
 
     def floor_seconds(self, bandwidth: float) -> float:
-        """To read the experts that were chosen, once."""
+        """Return the time to read the chosen experts once."""
         used = sum(int((pairs.counts > 0).sum()) for pairs in self.pairs) / NUM_CHOICES
         return used / self.shape.num_experts * (self.gate_up.num_bytes + self.down.num_bytes) / bandwidth
 
@@ -154,7 +154,7 @@ class Layer:
             grouped_gemm(self.inside, self.down.weight, pairs, config, top_k, shares, self.down.scales)
 
     def tile(self, is_gate_up: bool) -> TileConfig | ExpertTile:
-        """What the tables say."""
+        """Return the tables' setting."""
         load = self.x.shape[0] * self.shape.top_k / self.shape.num_experts
         weights, x = (self.gate_up, self.x) if is_gate_up else (self.down, self.inside)
         if self.is_listed and weights.scales is not None and takes_packed(x, weights.weight, weights.scales):
@@ -176,7 +176,7 @@ def seconds(call: Callable[[int], object]) -> float:
 
 
 def fastest(configs: Sequence[Any], call: Callable[[int, Any], object]) -> str:
-    """The fastest of the settings that fit the chip, with their microseconds."""
+    """Return the fastest settings that fit the chip, with their microseconds."""
     swept = sweep(configs, lambda config: seconds(lambda index: call(index, config)))
     return "; ".join(f"{time * 1e6:.1f} {astuple(config)}" for time, config in swept[:NUM_SHOWN])
 
@@ -185,7 +185,7 @@ def compile_some(
     shape: Shape, counts: Sequence[int], dtype: str, group: int,
     configs: Sequence[GemvConfig | TileConfig | ExpertTile],
 ) -> None:  # fmt: skip
-    """Put kernels into Triton's cache on disk, for the process that measures."""
+    """Compile kernels into Triton's disk cache, for the measuring process."""
     weights = weights_of(dtype, shape, group)
     row, *layers = [Layer(shape, count, *weights, 1) for count in (1, *counts)]
     for config, is_gate_up, layer in product(configs, (True, False), layers):
@@ -200,7 +200,7 @@ def compile_some(
 
 
 def tiles_for(num_tokens: int, is_packed: bool) -> list[TileConfig | ExpertTile]:
-    """No tile is larger than the tokens, of which few share an expert; packed weights come in chunks."""
+    """Return tiles no larger than the tokens, since few of these share an expert; packed weights come in chunks."""
     tiles: list[TileConfig | ExpertTile] = [
         config for config in SWEEP_TILES if config.block_k >= MAX_CHUNK or not is_packed
     ]
@@ -221,7 +221,7 @@ def main() -> None:
     rows = SWEEP_PACKED_ROWS if is_packed else SWEEP_ROWS
     if options.sweep:
         everything: list[GemvConfig | TileConfig | ExpertTile] = [*rows, *tiles_for(max(counts), is_packed)]
-        sizes = 8, MAX_UNSORTED, min(256, max(counts))  # tiles of as many tokens, or pairs sorted
+        sizes = 8, MAX_UNSORTED, min(256, max(counts))  # tiles for that many tokens, or sorted pairs
         kinds = {next((size for size in sizes[:2] if count <= size), sizes[2]) for count in counts}
         compile_ahead(functools.partial(compile_some, shape, sorted(kinds), options.dtype, options.group), everything)
     bandwidth = read_bandwidth()
@@ -235,7 +235,7 @@ def main() -> None:
 def figures_of(
     layer: Layer, bandwidth: float, rows: Sequence[GemvConfig], tiles: Sequence[TileConfig | ExpertTile]
 ) -> dict[str, float | str]:
-    """Microseconds of each kernel, with the settings of the tables. rows, tiles: what is swept, if anything."""
+    """Return microseconds of each kernel with the tables' settings. rows, tiles: settings to sweep, if any."""
     num_tokens, num_pairs = layer.x.shape[0], layer.x.shape[0] * layer.shape.top_k
     figures: dict[str, float | str] = {
         "floor_us": layer.floor_seconds(bandwidth) * 1e6,

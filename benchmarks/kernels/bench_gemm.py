@@ -69,9 +69,8 @@ Setting = tuple[object, Callable[[Layer], object]]
 
 @dataclass(frozen=True)
 class Kind:
-    """make: a layer of a weight. served: what a step calls for x of so many rows, None where it takes another kind.
-
-    library: x and layer -> torch's own GEMM of the kind. settings: what a sweep tries for x.
+    """make: makes a layer of a weight. served: returns what a step calls for x with that many rows, None if it uses
+    another kind. library: torch's own GEMM of the kind, from x and layer. settings: settings of a sweep for x.
     """
 
     make: Callable[[Tensor, SplitKWorkspace], Layer]
@@ -174,7 +173,7 @@ def kind_8_bit(kind: EightBit, library: Callable[[Tensor, Any], object] | None =
 
 
 def kind_packed(bits: int, group: int = 0) -> Kind:
-    """group: columns, of 4 bits."""
+    """group: columns that share a scale, for 4 bits."""
 
     def num_bytes(layer: Linear) -> int:
         packed = packed_weight_of(layer)
@@ -203,7 +202,7 @@ def table(
     name: str, kind: Kind, shape: str, weights: Sequence[Tensor], layers: Sequence[Layer], rows: Sequence[int],
     read: float, workspace: SplitKWorkspace,
 ) -> None:  # fmt: skip
-    """What a step runs, against bfloat16 in cuBLAS and torch's own GEMM of the kind."""
+    """Report what a step runs, compared with bfloat16 in cuBLAS and with torch's own GEMM of the kind."""
     n, k = weights[0].shape
     for num_rows in rows:
         x = torch.randn(num_rows, k, device=DEVICE).bfloat16()
@@ -228,7 +227,7 @@ def sweep(
     name: str, kind: Kind, shape: str, layers: Sequence[Layer], k: int, rows: Sequence[int], read: float,
     workspace: SplitKWorkspace,
 ) -> None:  # fmt: skip
-    """The best settings for each number of rows."""
+    """Report the best settings for each number of rows."""
     assert kind.settings is not None, f"{name} has no settings to try"
     for num_rows in rows:
         x = torch.randn(num_rows, k, device=DEVICE).bfloat16()

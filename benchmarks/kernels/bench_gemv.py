@@ -1,4 +1,4 @@
-"""One row through the GEMMs of a decoder layer: norms, gate and residuals as parts of `gemv`, and apart."""
+"""One row through the GEMMs of a decoder layer: norms, gate and residuals fused into `gemv`, or separate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = {"qwen2.5-7b": (3584, 3584, 18944, 4608), "qwen3-0.6b": (1024, 2048, 30
 
 
 def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool) -> float:
-    """One row through the four GEMMs of a decoder layer with their norms, activation and additions."""
+    """Time one row through the four GEMMs of a decoder layer with their norms, activation and additions."""
     count = num_input_sets(2 * hidden * (qkv + heads + 3 * inner), 24)
     shapes = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
     layers = [[torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for n, k in shapes] for _ in range(count)]

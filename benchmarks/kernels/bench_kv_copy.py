@@ -24,7 +24,7 @@ CASES = (("qwen2.5-7b", 1), ("qwen2.5-7b", 64), ("qwen2.5-7b", 512), ("smollm2-1
 
 
 class Case:
-    """Random blocks, and lists of `num_ids` of them to copy: the rotating input sets."""
+    """Random blocks, and lists of `num_ids` of them to copy, which are the rotating input sets."""
 
     def __init__(self, block_bytes: int, num_ids: int) -> None:
         self.num_bytes = num_ids * block_bytes
@@ -37,7 +37,7 @@ class Case:
         self.pairs = list(zip(*orders, strict=True))
 
     def calls(self, copies: bool, digests: bool, functions: Any = ON_GPU) -> list[Callable[[], object]]:
-        """One for each set. functions: that copy, and that digest alone."""
+        """Return one call per set. functions: one that copies, and one that only computes digests."""
         copy_blocks, digest_blocks = functions
         if not copies:
             return [functools.partial(digest_blocks, self.source, a, self.weights) for a, _ in self.pairs]

@@ -1,10 +1,10 @@
-"""The linear layers of a block with LoRA adapters and without, in CUDA graphs.
+"""The linear layers of a block with and without LoRA adapters, in CUDA graphs.
 
     python -m benchmarks.kernels.bench_low_rank [--rows 1,8,64,2048] [--adapters 1,8,32] [--rank 16]
 
-Layers of Qwen2.5-7B, by the GEMMs that a step takes. Rows name adapters in turn. There are several copies of the
-block, so that weights are read from memory, as in a step. A line has microseconds of a block without adapters, and
-what adapters add to them with each configuration.
+Layers of Qwen2.5-7B, with the GEMMs that a step uses. Rows name adapters in turn. There are several copies of the
+block, so that weights are read from memory, as in a step. A line shows the microseconds of a block without adapters,
+and what adapters add with each configuration.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(
     gemms: Sequence[Callable[[Tensor], Tensor]], slots: Sequence[SlotWeights], inputs: Sequence[Tensor],
     tiles: RowTiles, choose: Choose | None,
 ) -> list[Tensor]:  # fmt: skip
-    """The outputs of a block's layers; choose: None without adapters."""
+    """Return the outputs of a block's layers. choose: None without adapters."""
     outputs = []
     for own, weights, x in zip(gemms, slots, inputs, strict=True):
         if choose is None:

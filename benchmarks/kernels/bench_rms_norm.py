@@ -13,7 +13,7 @@ from kernels.gpu.elementwise import rms_norm as gpu
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """The formula as models in eager torch write it."""
+    """Compute the formula as eager torch models do."""
     value = x.float()
     return weight * (value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 

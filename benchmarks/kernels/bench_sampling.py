@@ -46,7 +46,7 @@ def eager_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, m
 
 def main() -> None:
     read = read_bandwidth()
-    for spread in (1.0, 4.0):  # flat logits, as of random weights, and peaked ones
+    for spread in (1.0, 4.0):  # flat logits, as from random weights, and peaked ones
         for rows in (1, 8, 64, 256):
             count = num_input_sets(2 * rows * VOCAB, 16)
             sets = [(torch.randn(rows, VOCAB, device="cuda") * spread).bfloat16() for _ in range(count)]

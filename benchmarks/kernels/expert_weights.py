@@ -1,4 +1,4 @@
-"""Random weights of a layer of experts in every format that its kernels take."""
+"""Random weights of a layer of experts in every format that its kernels support."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MAKERS = {"bfloat16": plain, "fp8": eight_bits, "fp8-blocks": blocks, "int4": in
 
 
 def weights_of(dtype: str, shape: Shape, group: int) -> tuple[Weights, Weights]:
-    """gate_up and down, on the GPU."""
+    """Return gate_up and down, on the GPU."""
     make, inner = MAKERS[dtype], filled(shape.inner) if dtype == "mxfp4" else shape.inner
     with torch.device("cuda"):
         return (

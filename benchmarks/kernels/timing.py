@@ -1,6 +1,6 @@
-"""Timing of GPU work: CUDA-graph replays over rotating inputs, so that neither launches nor the L2 cache lie.
+"""Timing of GPU work: replays of CUDA graphs over rotating inputs, so that launches and the L2 cache do not distort.
 
-`graph_seconds` takes one call per input set; the sets together should be several times the L2 (60 MB on an H200).
+`graph_seconds` takes one call per input set; together the sets should be several times the L2 (60 MB on an H200).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ ROTATION_BYTES = 400 << 20
 WARM_SECONDS = 0.03
 RANK_REPLAYS = 12
 MAX_COMPILERS = 14  # processes
-MIN_CALLS = 32  # a graph takes 8 us to start: 1.2 us a call where seven input sets are called once each
+MIN_CALLS = 32  # starting a graph takes 8 us: 1.2 us per call if it has only seven
 
 
 def num_input_sets(bytes_per_call: int, most: int = 64) -> int:
-    """How many input sets to rotate through."""
+    """Return how many input sets to rotate through."""
     return max(2, min(most, -(-ROTATION_BYTES // max(bytes_per_call, 1))))
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = 7) -> float:
-    """Median seconds per call, gaps between kernels included, as in a captured step of many layers."""
+    """Return the median seconds per call, with gaps between kernels, as in a captured step of many layers."""
     calls = list(calls) * -(-MIN_CALLS // len(calls))
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -51,7 +51,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = 7) -> fl
 
 
 def eager_seconds(calls: Sequence[Callable[[], object]], replays: int = 5) -> float:
-    """Median seconds per call launched one by one."""
+    """Return the median seconds per call, launched one by one."""
 
     def run() -> None:
         for call in calls:
@@ -62,14 +62,14 @@ def eager_seconds(calls: Sequence[Callable[[], object]], replays: int = 5) -> fl
 
 
 def compile_ahead(compile_some: Callable[[Sequence[Config]], object], configs: Sequence[Config]) -> None:
-    """Run `compile_some` in several processes, each with a part of the settings: Triton keeps kernels on disk."""
+    """Run `compile_some` in several processes, each for a part of the settings: Triton caches kernels on disk."""
     num_workers = min(MAX_COMPILERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_some, [configs[first::num_workers] for first in range(num_workers)]))
 
 
 def sweep(configs: Iterable[Config], seconds: Callable[[Config], float]) -> list[tuple[float, Config]]:
-    """Time the settings that fit the chip. The fastest first."""
+    """Time the settings that fit the chip; return the fastest first."""
     from triton.runtime.errors import OutOfResources
 
     found = []
@@ -83,7 +83,7 @@ def report_against_copy(
     kernel: str, shape: str, ours: Sequence[Callable[[], object]], eager: Sequence[Callable[[], object]],
     moved: int, copy: float,
 ) -> None:  # fmt: skip
-    """A line on a kernel that moves so many bytes a call. eager: the same in torch. copy: see `copy_bandwidth`."""
+    """Report a kernel that moves `moved` bytes per call. eager: the same in torch. copy: see `copy_bandwidth`."""
     seconds = graph_seconds(ours)
     rate = moved / seconds
     report(
@@ -106,14 +106,14 @@ def _median_seconds(run: Callable[[], object], replays: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read plus bytes written per second, of a 2 GB copy."""
+    """Return bytes read plus bytes written per second in a 2 GB copy."""
     source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best(lambda: target.copy_(source))
 
 
 def read_bandwidth() -> float:
-    """Bytes read per second, of a sum over 2 GB."""
+    """Return bytes read per second in a reduction over 2 GB."""
     source = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_().view(torch.int32)
     return source.nbytes / _best(lambda: source.amax())
 
@@ -124,9 +124,9 @@ def _best(run: Callable[[], object]) -> float:
 
 
 def graph_us_of_ranks(call: Callable[[], object], count: int) -> float:
-    """Median microseconds of one call, `count` of them in a graph, with the same inputs.
+    """Return the median microseconds of one call, with `count` of them in a graph, all with the same inputs.
 
-    Every rank runs it: all make as many calls, which `graph_seconds` does not promise.
+    Every rank runs it with equally many calls, which `graph_seconds` does not guarantee.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -141,7 +141,7 @@ def graph_us_of_ranks(call: Callable[[], object], count: int) -> float:
 
 
 def report(kernel: str, shape: str, **figures: float | str) -> None:
-    """One JSON line; numbers with four digits."""
+    """Print one JSON line, with four digits per number."""
     line = {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
     machine = torch.cuda.get_device_name()
     print(json.dumps({"kernel": kernel, "shape": shape, **line, "machine": machine}), flush=True)

@@ -1,12 +1,11 @@
-"""Profile of a decode step on a GPU: kernels by name, calls of the CUDA runtime, host time by phase.
+"""Profile of a decode step on a GPU: kernels by name, CUDA runtime calls, host time by phase.
 
     python -m benchmarks.profile.decode_profile --model DIR --load-format dummy --batch 1,64 --steps 20 --out DIR
 
 Figures are per step, in microseconds. Kernels of a step overlap: what each adds to the step is the time from the end
-of the one that ended before it to its own, and its duration, in which it may wait for others, comes after. Kernels
-of one name are told apart by their grid. The profiler slows the host down, so phases of the host are timed before,
-without it. `--out` keeps the events of three steps as `decode_BATCH.json`; `benchmarks.profile.decode_picture` draws
-them.
+of the previous kernel to its own end; its duration, during which it may wait for others, follows. Kernels with the
+same name are separated by grid. Since the profiler slows the host down, host phases are timed before, without it.
+`--out` keeps the events of three steps as `decode_BATCH.json`, which `benchmarks.profile.decode_picture` draws.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def main() -> int:
 
 
 def host_phases(bench: Bench, steps: int) -> dict[str, float]:
-    """Microseconds a step that the host spends in each phase, and in all of the step."""
+    """Return the microseconds per step that the host spends in each phase, and in the whole step."""
     runner = bench.parts.runner
     seconds: dict[str, float] = defaultdict(float)
 
@@ -90,7 +89,7 @@ def host_phases(bench: Bench, steps: int) -> dict[str, float]:
 
 
 def profiled(step: Callable[[], object], steps: int) -> tuple[list[dict[str, Any]], float]:
-    """Complete events of a chrome trace, and the span of the device's work in microseconds."""
+    """Return the complete events of a chrome trace, and the span of the device's work in microseconds."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(steps):
@@ -127,7 +126,7 @@ def show(batch: int, host: dict[str, float], events: list[dict[str, Any]], span:
 
 
 def time_added(device: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
-    """By name and grid, of each launch: microseconds that it adds to those before it, gaps left out; its duration."""
+    """Return for each name and grid, by launch: microseconds added after earlier ones, without gaps; durations."""
     found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     end = 0.0
     for event in sorted(device, key=lambda event: event["ts"] + event["dur"]):
@@ -141,7 +140,7 @@ def time_added(device: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[floa
 
 
 def keep(path: Path, events: list[dict[str, Any]], step: float) -> None:
-    """Events of a few steps in the middle: [kind, name, start, duration] in microseconds."""
+    """Keep events of a few steps in the middle: [kind, name, start, duration] in microseconds."""
     device = sorted(event["ts"] for event in events if is_device(event))
     begin = device[len(device) // 2]
     chosen = [

@@ -1,7 +1,7 @@
-"""Roofline of the machine: bytes a decode step must read, operations a prompt needs, and measured peak rates.
+"""Roofline of the machine: bytes that a decode step must read, operations of a prompt, and measured peak rates.
 
-A floor is the time that the weights and KV of a step take at full memory bandwidth, or a prompt's GEMMs at the full
-speed of a large one. Figures are given as fractions of it, so that they can be compared between machines.
+A floor is the time for the weights and KV of a step at full memory bandwidth, or for a prompt's GEMMs at the speed of
+a large one. Figures are given as fractions of it, so that machines can be compared.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvstore.layout import DTYPE_BYTES
 # One 8-bit or 4-bit number a weight. q8_0 has a float16 for each 32; 4-bit weights carry two bfloat16 for each 32, in
 # checkpoints mostly each 128.
 MODE_BYTES = {"int8-weight": 1.0, "q8_0": 1.0625, "w8a8": 1.0, "fp8": 1.0, "int4-weight": 0.625}
-HEAD_BYTES = {"int4-weight": 1.0}  # of the output projection, where it is kept otherwise
+HEAD_BYTES = {"int4-weight": 1.0}  # of the output projection, if it has another format
 PACKED_BYTES = {
     "gptq-4bit": 0.53125, "awq-4bit": 0.53125, "gptq-8bit": 1.0, "fp8-blocks": 1.0, "fp8-weights": 1.0,
     "w4a8": 0.53125, "w4a16": 0.53125, "w8a8": 1.0, "w8a16": 1.0, "fp8": 1.0, "fp8a16": 1.0,
     "gguf": 0.5625,  # Q4_0 and Q4_K, the smallest of the common types
 }  # fmt: skip
-MXFP4_BYTES = 0.53125  # of experts alone
+MXFP4_BYTES = 0.53125  # only of experts
 COMPRESSED_TENSORS = "compressed-tensors-"  # before names of schemes, joined by "+"
 
 
@@ -42,7 +42,7 @@ class Peaks:
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """Best of several runs: reading a large tensor, and a large GEMM."""
+    """Return the best of several runs: reading a large tensor, and a large GEMM."""
     on_gpu = device.type == "cuda"
     data = torch.empty((4 << 30) // 4 if on_gpu else (512 << 20) // 4, device=device).fill_(1.0)
     seconds = _best_seconds(lambda: data.sum(), device)
@@ -55,9 +55,9 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
 
 @cache
 def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
-    """Weights that so many tokens read: all linear layers, but of a layer's experts those that some token chooses.
+    """Return the weights that `num_tokens` tokens read: all linear layers, but only experts that a token chooses.
 
-    Tokens are taken to choose independently, every expert as likely as another.
+    Tokens are assumed to choose independently, with equal probability for every expert.
     """
     model, _ = family_of(config.architecture).skeleton(config)
     total = config.vocab_size * config.hidden_size
@@ -72,7 +72,7 @@ def num_weights(config: ModelConfig, num_tokens: int = 1) -> int:
 
 
 def num_expert_weights(config: ModelConfig, num_tokens: int) -> int:
-    """Weights of experts that so many tokens read: a part of `num_weights`."""
+    """Return the expert weights that `num_tokens` tokens read, a part of `num_weights`."""
     model, _ = family_of(config.architecture).skeleton(config)
     return sum(_num_read(block, config, num_tokens) for block in model.blocks if isinstance(block, Moe))
 
@@ -88,12 +88,10 @@ def _expert_size(block: Moe, config: ModelConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig, dtype: str, quantization: str, num_tokens: int = 1) -> float:
-    """Bytes of the linear layers' weights that a step of so many tokens reads.
+    """Return the bytes of the linear layers' weights that a step of `num_tokens` reads.
 
-    quantization: a mode, or a checkpoint's label.
-
-    Checkpoints mostly keep the output projection plain. Of one with several schemes, the smallest counts: the floor
-    stays below what must be read.
+    quantization: a mode, or a checkpoint's label. Checkpoints mostly keep the output projection unquantized. Of
+    several schemes the smallest counts, so that the floor stays below what must be read.
     """
     plain = DTYPE_BYTES[dtype]
     head = config.vocab_size * config.hidden_size
@@ -108,7 +106,7 @@ def weight_bytes(config: ModelConfig, dtype: str, quantization: str, num_tokens:
 
 
 def kv_bytes(config: ModelConfig, dtype: str, num_tokens: float) -> float:
-    """Bytes of KV that a query after so many tokens reads."""
+    """Return the bytes of KV that a query after `num_tokens` tokens reads."""
     seen = sum(min(num_tokens, window or num_tokens) for window in config.windows or [0] * config.num_layers)
     return seen * config.num_kv_planes * config.kv_size * DTYPE_BYTES[dtype]
 
@@ -117,13 +115,13 @@ def decode_floor_seconds(
     config: ModelConfig, dtype: str, quant_mode: str, batch: int, mean_context: float, peaks: Peaks,
     kv_dtype: str = "",
 ) -> float:  # fmt: skip
-    """One step: all weights once, and the KV of every sequence. kv_dtype: of the cache, when it is not `dtype`."""
+    """Return the time of a step: all weights once, and every sequence's KV. kv_dtype: of the cache, if different."""
     read = batch * kv_bytes(config, kv_dtype or dtype, mean_context)
     return (weight_bytes(config, dtype, quant_mode, batch) + read) / peaks.read_bytes_per_second
 
 
 def prefill_floor_seconds(config: ModelConfig, num_tokens: int, peaks: Peaks) -> float:
-    """Two operations per weight and token, four per query, visible key and dimension; logits of one token only."""
+    """Count two operations per weight and token, four per query, visible key and dimension; logits of one token."""
     inner = num_weights(config) - config.vocab_size * config.hidden_size
     pairs = sum(_visible_pairs(num_tokens, window) for window in config.windows or [0] * config.num_layers)
     attention = 4 * config.q_size * pairs
@@ -131,7 +129,7 @@ def prefill_floor_seconds(config: ModelConfig, num_tokens: int, peaks: Peaks) ->
 
 
 def _visible_pairs(num_tokens: int, window: int) -> float:
-    """Pairs of a prompt's queries with keys that they see; window: 0, or keys that a query sees at most."""
+    """Return the pairs of a prompt's queries and visible keys. window: most keys that a query sees; 0: all."""
     hidden = max(num_tokens - window, 0) if window else 0
     return (num_tokens * (num_tokens + 1) - hidden * (hidden + 1)) / 2
 

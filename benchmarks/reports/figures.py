@@ -1,8 +1,8 @@
-"""The figure page: docs/figures.md and its pictures, from the JSON lines in docs/data that benchmarks have printed.
+"""The figure page: docs/figures.md and its pictures, from JSON lines in docs/data that benchmarks printed.
 
     make figures        (or python -m benchmarks.reports.figures; needs matplotlib)
 
-Nothing is measured here. A chart without data is named on the page with the command that measures it.
+Nothing is measured here. A chart without data appears on the page with the command that measures it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Chart:
 
 
 def spread(lines: Lines, name: str) -> Sequence[Sequence[float]]:
-    """From each figure down to the slowest of its runs, and up to the fastest; 0 where there was one run."""
+    """Return the distances from each figure down to its slowest run and up to its fastest; 0 for a single run."""
     below = [line[name] - line.get(f"{name}_min", line[name]) for line in lines]
     return below, [line.get(f"{name}_max", line[name]) - line[name] for line in lines]
 
@@ -133,7 +133,7 @@ CHARTS = (
 
 
 def page(docs: Path) -> str:
-    """The page, with pictures written to docs/img. Deterministic: the same JSON gives the same bytes."""
+    """Return the page, and write pictures to docs/img. Deterministic: the same JSON gives the same bytes."""
     parts = [
         "# Figures\n\nMade by `make figures` from the JSON in docs/data; nothing here is typed by hand. What stands "
         "beside other systems is in [benchmarks](benchmarks.md).\n"

@@ -34,7 +34,7 @@ class Section:
 
 
 def sections(text: str) -> Iterator[Section]:
-    """Sections of the page, in its order. A heading reads `## name (2 GPUs, 6 minutes)`."""
+    """Yield the page's sections in order. A heading reads `## name (2 GPUs, 6 minutes)`."""
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         heading = re.match(r"(\S+) \((\d+) GPUs?, (\d+) minutes?\)\n", part)
         if heading is None:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(command: str, tree: Path, label: str, log: Path | None) -> int:
-    """Exit status of the command; `python` is this interpreter. Output goes to the terminal and to the log."""
+    """Run the command with this interpreter as `python`; return its status. Output goes to terminal and log."""
     print(f"# {label}: {command}", flush=True)
     begun = time.monotonic()
     words = [sys.executable if word == "python" else word for word in command.split()]

@@ -1,9 +1,9 @@
-"""The tables of docs/benchmarks.md for one GPU: `benchmarks.engine` for several models and modes, a row each.
+"""The tables of docs/benchmarks.md for one GPU: `benchmarks.engine` for several models and modes, one row each.
 
     python -m benchmarks.reports.gpu_table --rows qwen2.5-7b,qwen3-0.6b,qwen2.5-7b:fp8,qwen2.5-7b:w8a8 --out DIR
 
-A row is a folder of benchmarks/configs, and after a colon its `--quant-mode`. Every row runs in a process of its own,
-with random weights. Other flags go to `benchmarks.engine` as they are; its figures are kept in DIR/ROW.jsonl.
+A row is a folder of benchmarks/configs, with its `--quant-mode` after a colon. Every row runs in a separate process,
+with random weights. Other flags are passed to `benchmarks.engine`, whose figures are kept in DIR/ROW.jsonl.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(row: str, flags: Sequence[str]) -> list[Figures]:
-    """Output of `benchmarks.engine` for one row; partial output when it failed."""
+    """Return the output of `benchmarks.engine` for one row; partial output if it failed."""
     model, _, mode = row.partition(":")
     command = [
         sys.executable, "-m", "benchmarks.engine", "--model", str(CONFIGS / model), "--load-format", "dummy",
         "--quant-mode", mode or "none", "--batch", ",".join(map(str, BATCHES)),
         "--prefill", ",".join(map(str, PROMPTS)), "--offline256", "--json", *flags,
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # errors are seen as they come
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # errors are shown as they occur
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -57,7 +57,7 @@ def header() -> str:
 
 
 def table_row(row: str, figures: Sequence[Figures]) -> str:
-    """One line of Markdown; a dash for what was not measured."""
+    """Return one line of Markdown; a dash for what was not measured."""
     by_batch = {each["batch"]: each for each in figures if "batch" in each}
     by_prompt = {each["prefill"]: each for each in figures if "prefill" in each}
     offline = [f"{each['tok_s']:,.0f}" for each in figures if "offline" in each]

@@ -37,7 +37,7 @@ CASES = {  # queries and keys of each row
 
 
 def seconds(backend: PrefillAttention, pool: torch.Tensor, qkv: torch.Tensor, rows: list[tuple[int, int]]) -> float:
-    """Seconds of one layer."""
+    """Return the seconds of one layer."""
     counts = [-(-keys // BLOCK_SIZE) for _, keys in rows]
     blocks = torch.split(torch.randperm(sum(counts)), counts)
     table = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True).int().cuda()

@@ -76,7 +76,7 @@ class Case:
         return graph_seconds([functools.partial(call, layer=layer) for layer in range(NUM_LAYERS)])
 
     def attention_seconds(self, config: PrefillConfig) -> float:
-        """Time our kernel by itself."""
+        """Time only our attention kernel."""
         kv = random(self.length, self.num_heads, LATENT.nope_head_dim + LATENT.v_head_dim)
         keys = random(self.length, LATENT.rope_head_dim)
         starts = torch.zeros(1, dtype=torch.int32, device="cuda")

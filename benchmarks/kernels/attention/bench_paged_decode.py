@@ -71,7 +71,7 @@ class Case:
         self.workspace = DecodeWorkspace(rows, num_heads, num_kv_heads, head_dim, self.q.device, programs=most)
 
     def seconds(self, config: DecodeConfig | None = None, programs: int | None = None) -> float:
-        """Time one layer, without the plan, which all layers of a step share. programs: of each KV head."""
+        """Time one layer, without the plan, which all layers of a step share. programs: per KV head."""
         plan = plan_decode(self.lengths, self.q.shape[1], self.pool, self.window)
         if config is not None or programs is not None:
             config = config or plan.config

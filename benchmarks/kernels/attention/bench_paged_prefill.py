@@ -55,7 +55,7 @@ class Case:
 
 
 def torch_seconds(num_heads: int, num_kv_heads: int, head_dim: int, queries: int) -> float:
-    """torch's causal attention, keys and values already contiguous (no paging)."""
+    """Time torch's causal attention over contiguous keys and values (no paging)."""
     q = torch.randn(1, num_heads, queries, head_dim, device="cuda").bfloat16()
     k, v = torch.randn(2, 1, num_kv_heads, queries, head_dim, device="cuda").bfloat16()
     call = functools.partial(functional.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)

@@ -35,12 +35,12 @@ NUM_SHOWN = 5
 
 
 class Case:
-    """Random inputs of rows with so many queries; the layers of one pool are the rotating input sets."""
+    """Random inputs of rows with several queries; the layers of one pool are the rotating input sets."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, rows: int, queries: int, length: int
     ) -> None:
-        """length: of a row's first query."""
+        """length: keys that a row's first query sees."""
         count, last = rows * queries, length + queries - 1
         self.num_layers = num_input_sets(4 * rows * num_kv_heads * last * head_dim, 48)
         blocks = rows * -(-last // BLOCK_SIZE)
@@ -61,7 +61,7 @@ class Case:
         fields[2, :num_groups] = leads.nonzero()[:, 0]
         fields[3, :num_groups] = (end - number).repeat(rows)[leads]
         self.lengths, self.groups = fields[0].cuda(), fields[1:].cuda()
-        self.last = slice(queries - 1, None, queries)  # query of each row
+        self.last = slice(queries - 1, None, queries)  # last query of each row
         self.last_lengths = self.lengths[self.last].contiguous()
         self.workspace = DecodeWorkspace(count, num_heads, num_kv_heads, head_dim, self.q.device, most)
 
@@ -83,7 +83,7 @@ class Case:
         return paged_decode(self.q, self.pool, layer, self.table, self.lengths, self.decode_plan, self.workspace)
 
     def decode_one(self, layer: int) -> Tensor:
-        """Attend for the last query of each row alone."""
+        """Attend only for the last query of each row."""
         q, table = self.q[self.last], self.table[self.last]
         return paged_decode(q, self.pool, layer, table, self.last_lengths, self.one_plan, self.workspace)
 
@@ -101,7 +101,7 @@ class Case:
         rope_and_write_kv(self.qkv, self.angles, self.zeros, self.slots, None, 1e-6, self.pool, layer)
 
     def fastest(self) -> str:
-        """The fastest settings: microseconds, tile/warps/stages, programs of a multiprocessor."""
+        """Return the fastest settings: tile/warps/stages, programs per multiprocessor, microseconds."""
         found = {}
         for option, lists_blocks, per_sm in product(OPTIONS, (False, True), (2, 4)):
             with suppress(OutOfResources):

@@ -1,4 +1,4 @@
-"""Decode attention over the paged KV pool without splits: what `paged_decode` is measured against.
+"""Decode attention over the paged KV pool without splits, as a baseline for `paged_decode`.
 
 Reference: `attend_causally` of `kernels/paged_attention.py`.
 """
@@ -51,7 +51,7 @@ def _simple_decode_kernel(
 
 
 def simple_decode(q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor) -> Tensor:
-    """One program per query head walks the whole sequence: what splitting is measured against."""
+    """Attend with one program per query head, which walks the whole sequence."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     out = torch.empty(num_rows, num_heads * head_dim, dtype=q.dtype, device=q.device)

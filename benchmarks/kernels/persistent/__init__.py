@@ -1,1 +1,1 @@
-"""The persistent kernel of all layers, for one row of a decoder of random weights."""
+"""The persistent kernel of all layers, for one row of a decoder with random weights."""

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def check(shape: Shape, num_keys: int) -> None:
-    """Compare a step with torch's; tests/kernels/persistent has more of them."""
+    """Compare one step with torch's; tests/kernels/persistent has more checks."""
     decoder = RandomDecoder(shape, CHECKED_LAYERS, num_keys, "cuda")
     wanted = decoder.reference(num_keys)
     error = ((decoder.kernel.step(*decoder.inputs(num_keys)).float() - wanted).norm() / wanted.norm()).item()
@@ -76,9 +76,9 @@ def check(shape: Shape, num_keys: int) -> None:
 
 
 def stage_cycles(decoder: RandomDecoder, num_keys: int) -> dict[str, list[int]]:
-    """Median and 95th percentile over programs and layers of the multiprocessors' clock from one stamp to the next.
+    """Return median and 95th percentile, over programs and layers, of clock cycles between stamps.
 
-    A stage that a program has no part in begins with the next one.
+    A stage in which a program has no part begins with the next one.
     """
     for _ in range(WARM_STEPS):
         decoder.kernel.step(*decoder.inputs(num_keys))

@@ -1,4 +1,4 @@
-"""A dense decoder of random weights over KV of random numbers, for its persistent kernel."""
+"""A dense decoder with random weights and random KV, for its persistent kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPS, VOCAB = 1e-6, 64
 
 
 class RandomDecoder:
-    """One row of up to `max_keys` tokens."""
+    """One row with up to `max_keys` tokens."""
 
     def __init__(self, shape: Shape, num_layers: int, max_keys: int, device: torch.device | str) -> None:
         hidden, kv_heads, block = shape.hidden, shape.kv_heads, shape.block_size
@@ -28,7 +28,7 @@ class RandomDecoder:
             return random(*sizes, spread=sizes[-1] ** -0.5)
 
         def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-            """The weight in e4m3, and scales of its rows."""
+            """Return the weight in e4m3, and the scales of its rows."""
             scales = weight.abs().amax(-1).float() / torch.finfo(torch.float8_e4m3fn).max
             return (weight / scales[..., None]).to(torch.float8_e4m3fn), scales
 
@@ -72,7 +72,7 @@ class RandomDecoder:
         self.kernel = PersistentDecoder(shape, self.parameters, self.pool)
 
     def inputs(self, num_keys: int) -> tuple[Tensor, ...]:
-        """Inputs of a step whose row sees so many keys with its own; 0: the row is nobody's."""
+        """Return a step's inputs for a row that sees `num_keys` keys, including its own; 0: an empty row."""
         position, block_size, device = max(num_keys - 1, 0), self.pool.shape[4], self.pool.device
         block = int(self._table[0, position // block_size])
         slot = block * block_size + position % block_size if num_keys else -1
@@ -84,6 +84,6 @@ class RandomDecoder:
 
 
 def step_bytes(shape: Shape, num_layers: int, num_keys: int) -> int:
-    """What a step reads once: weights and KV."""
+    """Return the bytes of weights and KV that a step reads once."""
     of_key = LATENT_RANK + ROPE_DIM if shape.is_latent else 2 * shape.kv_heads * HEAD_DIM
     return num_layers * (shape.layer_bytes + 2 * num_keys * of_key)

@@ -28,7 +28,7 @@ from kernels.gpu.persistent.shape import Shape
 LENGTHS = 1, 65, 700, 1000
 NUM_LAYERS, BLOCK_SIZE = 4, 64
 BATCH, MAX_TOLD = 50, 8
-OTHER_SECONDS = 4.0, 8.0  # that one of the other processes lives
+OTHER_SECONDS = 4.0, 8.0  # lifetime of one of the other processes
 
 
 def main() -> None:
@@ -53,25 +53,25 @@ def main() -> None:
 
 
 class Steps:
-    """Steps of rows of LENGTHS, and what each gives on a GPU of its own."""
+    """Steps with rows of LENGTHS, and their results on an otherwise idle GPU."""
 
     def __init__(self, shape: Shape) -> None:
         torch.manual_seed(0)
         self._decoder = RandomDecoder(shape, NUM_LAYERS, max(LENGTHS), "cuda")
         self._inputs = {length: self._decoder.inputs(length) for length in LENGTHS}
         self._places = {length: divmod(int(self._inputs[length][3]), BLOCK_SIZE) for length in LENGTHS}
-        for _ in range(2):  # the second time with K and V of the first one
+        for _ in range(2):  # the second time with K and V of the first
             self._wanted = {length: self.take(length) for length in LENGTHS}
         torch.cuda.synchronize()
 
     def take(self, length: int) -> tuple[Tensor, Tensor]:
-        """Hidden states, and K and V of all layers (layers, 2, kv_heads, HEAD_DIM)."""
+        """Return hidden states, and K and V of all layers (layers, 2, kv_heads, HEAD_DIM)."""
         hidden = self._decoder.kernel.step(*self._inputs[length])
         block, offset = self._places[length]
         return hidden, self._decoder.pool[block, :, :, :, offset].clone()
 
     def difference(self, length: int, found: tuple[Tensor, Tensor]) -> dict[str, float] | None:
-        """None: bit by bit as it should be."""
+        """Describe the difference to the expected result; None: equal bit by bit."""
         hidden, kv = found
         wanted, wanted_kv = self._wanted[length]
         if torch.equal(hidden, wanted) and torch.equal(kv, wanted_kv):
@@ -81,7 +81,7 @@ class Steps:
 
 
 def repeat(steps: Steps, seconds: float, others: list[SpawnProcess | None]) -> dict[str, int]:
-    """Take steps for so long. others: places for other processes, of which none stays empty."""
+    """Take steps for `seconds`. others: other processes, which are restarted when they end."""
     chosen, began = random.Random(0), time.monotonic()
     num_steps = num_different = 0
     while time.monotonic() - began < seconds:
@@ -100,7 +100,7 @@ def repeat(steps: Steps, seconds: float, others: list[SpawnProcess | None]) -> d
 
 
 def disturb(index: int) -> None:
-    """Use the GPU for a while, by matrix products or by the persistent kernel."""
+    """Use the GPU for a while, with matrix products or the persistent kernel."""
     until = time.monotonic() + random.uniform(*OTHER_SECONDS)
     if index % 2:
         programs = torch.cuda.get_device_properties(0).multi_processor_count
