@@ -1,4 +1,4 @@
-"""Inputs of steps whose decode rows may have several queries: arrays on the host, and what becomes of them."""
+"""Inputs of steps whose decode rows may have several queries: the host's arrays, and the device's tensors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engine.gpu.steps.decode_steps import LENGTH, POSITION, SLOT
 from engine.gpu.steps.rows import DeviceState
 from engine.gpu.steps.step import GpuBatch
 
-# Behind those of `DecodeSteps`: token id, the row of its request, and the three of `GpuInputs.query_groups`.
+# After the fields of `DecodeSteps`: token id, the request's row, and the three of `GpuInputs.query_groups`.
 TOKEN, ROW, SPAN, LEADER, COUNT = range(LENGTH + 1, LENGTH + 6)
 NUM_FIELDS = COUNT + 1
 
 
 def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1, most_queries: int = 1) -> Any:
-    """int32 (7 + num_groups, num_queries): a column per query, in the fields above; then slots of KV groups but the
-    first.
+    """Return int32 (7 + num_groups, num_queries): for each query the fields above, then the slots of the KV groups
+    after the first.
 
-    most_queries: of a row that attend as one group.
+    most_queries: most queries of a row that attend as one group.
     """
     token_ids: list[int] = []
     block_ids: list[int] = []
@@ -60,10 +60,10 @@ def query_inputs(batch: GpuBatch, block_size: int, num_groups: int = 1, most_que
 
 
 def query_step_inputs(state: DeviceState, queries: Tensor, is_grouped: bool = True) -> GpuInputs:
-    """Inputs of decode rows of which each query names its token and the row of its request.
+    """Unpack the inputs of decode rows in which each query names its token and its request's row.
 
-    A query has its request's block table: the K and V of all of them are written before any attends. is_grouped:
-    queries of a row attend together; else each is a row of its own.
+    A query has its request's block table; all K and V are written before any query attends. is_grouped: a row's
+    queries attend together; otherwise each attends as a row.
     """
     rows, slots = queries[ROW].long(), (queries[SLOT], *queries[NUM_FIELDS:])
     groups = [GroupInputs(own, table[rows]) for own, table in zip(slots, state.block_tables, strict=True)]
@@ -72,11 +72,11 @@ def query_step_inputs(state: DeviceState, queries: Tensor, is_grouped: bool = Tr
 
 
 def are_last_tokens(queries: Tensor, rows: Tensor, sampled: Tensor) -> Tensor:
-    """Whether the token sampled after each query is the last one of its request, bool (n,).
+    """Return whether the token sampled after each query is the last one of its request, bool (n,).
 
-    That is the token after the last of the drafts that are right: a draft is, if those before it are and it is what
-    was sampled before it. queries: see `query_inputs`; those of a request follow each other. rows: int64 (n,), of
-    their requests.
+    That is the token after the last right draft. A draft is right if it equals the token sampled before it and all
+    earlier drafts are right. queries: see `query_inputs`; a request's queries are contiguous. rows: int64 (n,), of
+    the requests.
     """
     in_use = queries[LENGTH] > 0
     is_draft = torch.zeros_like(in_use)
@@ -86,7 +86,7 @@ def are_last_tokens(queries: Tensor, rows: Tensor, sampled: Tensor) -> Tensor:
     num_wrong = is_wrong.cumsum(0)
     index = torch.arange(rows.shape[0], device=rows.device)
     first = torch.where(is_draft, 0, index).cummax(0).values
-    is_right = num_wrong == num_wrong[first]  # also of the request's own last token, which is no draft
+    is_right = num_wrong == num_wrong[first]  # also true of the request's last token, which is no draft
     is_last = is_right & in_use
     is_last[:-1] &= ~(is_draft[1:] & is_right[1:])
     return is_last

@@ -1,4 +1,4 @@
-"""Steps of decode rows where all tokens before the drafts are known, and steps with drafts among others."""
+"""Decode steps whose tokens before the drafts are all known, and steps that may have drafts or not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.wings import OnProgress
 
 
 class QuerySteps(DecodeSteps):
-    """Steps that are given their tokens. The next step may continue without knowing what is sampled.
+    """Steps that get their tokens from the host. The next step may continue without knowing the sampled ones.
 
     is_grouped: see `query_step_inputs`.
     """
@@ -38,7 +38,7 @@ class QuerySteps(DecodeSteps):
         return of_row, range(len(of_row)), self._bucket_of(len(of_row))
 
     def _run_queries(self, batch: GpuBatch, turn: int) -> tuple[Any, int]:
-        """Run a step. Returns its output, and the number of queries."""
+        """Run a step. Returns its output and the number of queries."""
         queries = query_inputs(batch, self._block_size, self._num_groups, self._forward.attention.most_queries)
         num_queries = queries.shape[1]
         num_rows = self._bucket_of(num_queries)
@@ -49,15 +49,15 @@ class QuerySteps(DecodeSteps):
         return self._run(num_rows, turn), num_queries
 
     def _bucket_of(self, num_queries: int) -> int:
-        """How many rows a step of so many queries has on the device."""
+        """Return the padded number of rows of a step of `num_queries` queries."""
         return self._rows.buckets[bisect_left(self._rows.buckets, num_queries)]
 
     def _sampled(self, batch: GpuBatch) -> list[Sampled]:
-        """Entries for the tokens of a step."""
+        """Return the entries of the tokens that a step samples."""
         return sampled_queries(batch.rows, batch.requests, range(len(batch.rows)))
 
     def _compute(self, num_rows: int) -> Any:
-        """See DecodeSteps. num_rows: queries."""
+        """See DecodeSteps. num_rows: number of queries."""
         queries, state = self._packed[:, :num_rows], self._rows.state
         inputs = query_step_inputs(state, queries, self.is_grouped)
         logits = self._forward.logits(self._forward.hidden(inputs))
@@ -69,12 +69,12 @@ class QuerySteps(DecodeSteps):
         return DecodeOutput(sampled, logits)
 
     def _are_last(self, queries: Tensor, rows: Tensor, sampled: Tensor) -> Tensor:
-        """Whether each sampled token is the last one of its request, bool (n,)."""
+        """Return whether each sampled token is the last one of its request, bool (n,)."""
         return are_last_tokens(queries, rows, sampled)
 
 
 class DraftSteps(QuerySteps):
-    """Steps that may have drafts; those without any take what the step before has sampled."""
+    """Steps that may have drafts; steps without drafts take the previous step's tokens from the device."""
 
     def __init__(self, *args: Any) -> None:
         """args: of DecodeSteps."""
@@ -104,5 +104,5 @@ class DraftSteps(QuerySteps):
 
 
 def has_drafts(batch: GpuBatch) -> bool:
-    """Whether a row of a step has any."""
+    """Whether any row of a step has drafts."""
     return any(row.draft_token_ids for row in batch.rows)

@@ -1,4 +1,4 @@
-"""How likely drafts are accepted, learned from those that were proposed, computed in a step or not."""
+"""Estimates how likely drafts are accepted, from all that were proposed, whether or not a step computed them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 from engine.request import Drafts, TokenId
 
-PRIOR = 0.5  # of a kind of which nothing is known
-FADE_OF_KIND = 0.99  # what an observation counts for after the next one of its kind
+PRIOR = 0.5  # acceptance of a kind of drafts without observations
+FADE_OF_KIND = 0.99  # weight of an observation after the next one of its kind
 FADE_OF_REQUEST = 0.9
-WEIGHT_OF_KIND = 3.0  # against the observations of a request
+WEIGHT_OF_KIND = 3.0  # weight of the kind's rate against a request's own observations
 
 
 @dataclass(slots=True)
 class Rate:
-    """Share of drafts that were accepted, where newer ones count more."""
+    """The share of drafts that were accepted; newer ones count more."""
 
     fade: float
     accepted: float = 0.0
@@ -30,7 +30,7 @@ class Rate:
 
 @dataclass(slots=True)
 class DraftRecord:
-    """What was proposed last for a request, and how its drafts fared. kinds: of the drafts, one each."""
+    """The latest proposal for a request, and how its drafts fared. kinds: one for each draft."""
 
     drafts: list[TokenId] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
@@ -38,10 +38,10 @@ class DraftRecord:
 
 
 class Acceptance:
-    """Estimates for an engine's drafts. A kind is how good a proposer thinks that a draft is: a number of its own.
+    """Acceptance estimates for an engine's drafts. A kind is a number for how sure a proposer is of a draft.
 
-    A draft is right when it equals the token that was sampled at its position, whether or not a step computed it: so
-    a request whose drafts do not pay is watched at no cost.
+    A draft is right when it equals the token that was sampled at its position, whether or not a step computed it. So
+    requests whose drafts do not pay are observed, too, at no cost.
     """
 
     def __init__(self, num_kinds: int) -> None:
@@ -49,7 +49,7 @@ class Acceptance:
         self._all = Rate(FADE_OF_KIND, PRIOR, 1.0)
 
     def learn(self, record: DraftRecord, sampled: Sequence[TokenId]) -> None:
-        """Compare what was proposed for a request with what was sampled then."""
+        """Compare the latest proposal for a request with the tokens that were sampled."""
         for draft, kind, token_id in zip(record.drafts, record.kinds, sampled, strict=False):
             is_accepted = draft == token_id
             record.rate.add(is_accepted)
@@ -59,11 +59,11 @@ class Acceptance:
                 break
 
     def of_kind(self, record: DraftRecord, kind: int) -> float:
-        """Estimate for the request's next draft of that kind."""
+        """Estimate the acceptance of the request's next draft, of this kind."""
         return self._estimate(self._kinds[kind], record.rate)
 
     def of_any(self, record: DraftRecord) -> float:
-        """Estimate for the request's next draft, of a kind that is not known yet."""
+        """Estimate the acceptance of the request's next draft, whose kind is not known yet."""
         return self._estimate(self._all, record.rate)
 
     @staticmethod
@@ -71,8 +71,8 @@ class Acceptance:
         return (WEIGHT_OF_KIND * known.share + own.accepted) / (WEIGHT_OF_KIND + own.tried)
 
     def propose(self, record: DraftRecord, token_ids: list[TokenId], kinds: list[int]) -> Drafts:
-        """Note these drafts in the record. Returns them with estimates."""
+        """Record these drafts and return them with their estimates."""
         record.drafts, record.kinds = token_ids, kinds
         rates, own, total = self._kinds, record.rate.accepted, WEIGHT_OF_KIND + record.rate.tried
-        # As of_kind, in a third of its time: of all rows in every step.
+        # As `of_kind`, inlined because all rows need it in every step: it takes a third of the time.
         return Drafts(token_ids, [(WEIGHT_OF_KIND * rates[kind].share + own) / total for kind in kinds])

@@ -1,8 +1,8 @@
-"""How many drafts of each row a step computes: those that are expected to make it faster. Pure: no clock.
+"""Chooses how many drafts of each row a step computes: those that are expected to make it faster. Pure: no clock.
 
-What a step takes is learned from the steps of this engine (`step_costs.py`). It gives a token for each row and for
-each draft that is accepted. So as many drafts are computed, the most probable ones first, as give the most tokens per
-second, if that is clearly more than without. At a full batch, where time grows with every token, that is none.
+The cost of a step is learned from this engine's steps (`step_costs.py`). A step yields one token per row and one per
+accepted draft. The most probable drafts are taken first, up to the number with the most tokens per second, if that is
+clearly more than without drafts. At a full batch, where time grows with every token, it is zero.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from common.step_times import StepCost
 from engine.plan import StepSize
 from engine.speculation.step_costs import StepCosts
 
-# Costs are known of steps that differ, and they change: after so many steps with drafts comes one without, and after
-# so many without one with the best row's. At the start after four, then ever fewer.
+# Only steps of several sizes tell the costs, which also change. So after this many steps with drafts follows one
+# without, and after this many without one with the best row's drafts. The number starts at 4 and doubles each time.
 FIRST_TRIAL, STEPS_BETWEEN_TRIALS = 4, 200
-WORTH_A_LOOK = 0.25  # of the probability that pays where all drafts add the same to a step
-GAIN = 1.05  # times as many tokens per second as without: estimates are not exact, and trials cost steps, too
+WORTH_A_LOOK = 0.25  # of the break-even probability, if every draft adds the same time to a step
+GAIN = 1.05  # required speedup over no drafts, since estimates are not exact and trials cost steps, too
 
 
 class Costs(Protocol):
-    """Seconds of steps."""
+    """Step times in seconds."""
 
     def seconds(self, num_tokens: int, context: int) -> float: ...
 
@@ -30,14 +30,14 @@ class Costs(Protocol):
 def expected_to_pay(
     acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, costs: Costs, context: int
 ) -> tuple[list[int], float]:
-    """Number of drafts for each entry, and tokens per second with them; 0 where costs are 0, not known.
+    """Return the number of drafts for each entry, and tokens per second with them; 0 while the costs are unknown.
 
     acceptance: for each row with drafts, the probability that a draft is accepted if those before it are. num_rows:
-    all that decode in the step. context: tokens of KV that they read.
+    all decode rows of the step. context: tokens of KV that they read.
     """
     seconds, most = costs.seconds(num_rows, context), sum(map(len, acceptance))
     least = 0.0
-    if seconds and most:  # most candidates of a large batch are not worth a look
+    if seconds and most:  # skips most candidates of a large batch
         least = WORTH_A_LOOK * num_rows * (costs.seconds(num_rows + most, context) / seconds - 1.0) / most
     candidates: list[tuple[float, int, int]] = []
     for entry, row in enumerate(acceptance):
@@ -67,21 +67,21 @@ def expected_to_pay(
 
 
 class DraftLengths:
-    """Chooses the number of drafts in each step, from measured steps."""
+    """Chooses the number of drafts in each step by measured step times."""
 
     def __init__(self, is_adaptive: bool = True, tile: int = 0) -> None:
-        """is_adaptive: else all drafts are computed for which a step has room. tile: see StepCosts."""
+        """is_adaptive: if False, a step computes all drafts that fit. tile: see StepCosts."""
         self.is_adaptive = is_adaptive
         self._costs = StepCosts(tile)
         self._num_steps_alike, self._had_drafts = 0, False
         self._steps_to_trial = FIRST_TRIAL
         self._seconds_of_drafting = 0.0
-        self._asked: tuple[Sequence[Sequence[float]], int, int, int] | None = None  # last, since the last step
+        self._asked: tuple[Sequence[Sequence[float]], int, int, int] | None = None  # the latest since the last step
         self._answer: tuple[list[int], float] = [], 0.0
 
     @property
     def cost(self) -> StepCost:
-        """What a step takes by its parts."""
+        """The linear cost model of a step."""
         return self._costs.line
 
     def seconds(self, num_tokens: int) -> float:
@@ -89,11 +89,11 @@ class DraftLengths:
         return self._costs.seconds(num_tokens)
 
     def exclude(self, seconds: float) -> None:
-        """The step that has not been observed yet took so long for the drafts of the next one."""
+        """Leave out seconds that the step to be observed next spent on drafting."""
         self._seconds_of_drafting += seconds
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Learn from a step: of decode rows alone, since prompts take what they take."""
+        """Learn from a step, if it has only decode rows: the time of prompts says nothing about drafts."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
         self._asked = None
         if size.num_decode_tokens and not size.num_prompt_tokens:
@@ -102,13 +102,13 @@ class DraftLengths:
     def best_speed(
         self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int
     ) -> float:
-        """Tokens per second with the drafts that pay, 0 while that is not known; arguments as `expected_to_pay`'s."""
+        """Return tokens per second with the drafts that pay, 0 while unknown; arguments as for `expected_to_pay`."""
         return self._expected(acceptance, num_rows, max_drafts, context)[1]
 
     def _expected(
         self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int
     ) -> tuple[list[int], float]:
-        """See expected_to_pay. A step asks twice: whether drafts pay, and for how many."""
+        """See expected_to_pay. Cached, since a step asks twice: whether drafts pay, and how many."""
         asked = acceptance, num_rows, max_drafts, context
         if asked != self._asked:
             self._asked, self._answer = asked, expected_to_pay(*asked[:3], self._costs, context)

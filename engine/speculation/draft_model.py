@@ -1,8 +1,8 @@
-"""A draft model: a small model with the same tokens, in the same process, generates the drafts.
+"""A draft model: a small model with the same tokenizer, in the same process, generates the drafts.
 
-It has a KV pool and a prefix cache of its own, so it follows a request wherever its KV comes from: what it has not
-seen of a request's text it computes first, at most a step's tokens at a time. It samples with the request's own
-parameters and noise, so drafts agree with the model's tokens at temperatures above 0, too.
+It has its own KV pool and prefix cache, so it can follow any request, wherever the request's KV comes from. Tokens
+that it has not seen yet are computed first, up to a limit per step. It samples with the request's own parameters and
+noise, so its drafts agree with the model's tokens at temperatures above 0, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.speculation.from_tokens import most_drafts
 
 
 class DraftRunner(CpuRunner):
-    """Runs rows of states that somebody else keeps."""
+    """Runs rows of request states that its caller keeps."""
 
     @torch.inference_mode()
     def run(self, rows: list[ScheduledRow], states: list[RequestState]) -> StepResult:
@@ -36,7 +36,7 @@ class DraftRunner(CpuRunner):
 
 @dataclass(frozen=True, slots=True)
 class VocabSizes:
-    """Models of one tokenizer may have different numbers of unused tokens at the end."""
+    """Vocabulary sizes, which differ between models of one tokenizer by the unused tokens at the end."""
 
     of_target: int
     of_draft: int
@@ -44,18 +44,18 @@ class VocabSizes:
 
 @dataclass(slots=True)
 class Followed(Drafting):
-    """A request of the target model, as the draft model sees it."""
+    """A request of the target model as the draft model follows it."""
 
-    owner: Request  # of blocks of the draft model's pool
-    state: RequestState  # tokens known, and drafts after them
-    is_foreign: bool = False  # it has a token that the draft model lacks
+    owner: Request  # owns blocks of the draft model's pool
+    state: RequestState  # the known tokens, followed by drafts
+    is_foreign: bool = False  # the text has a token that the draft model lacks
 
     def update(self, token_ids: Sequence[TokenId], vocab_size: int) -> None:
-        """Take the tokens that are known by now. KV of drafts that were right is kept."""
+        """Add the tokens sampled since. Keeps the KV of drafts that were right."""
         state, owner = self.state, self.owner
         new = token_ids[self.num_known :]
         num_right = 0
-        # Not the last one: a row computes at least a token.
+        # Without the last token: a row computes at least one.
         for drafted, token_id in zip(state.token_ids[self.num_known :], new[:-1], strict=False):
             if drafted != token_id:
                 break
@@ -68,14 +68,11 @@ class Followed(Drafting):
 
 
 DraftRow = tuple[Followed, int, int]
-"""A request, the tokens that a pass computes of it, and the most drafts that it may have."""
+"""A request, the number of its tokens that a pass computes, and the most drafts it may have."""
 
 
 class FromDraftModel(FromModel):
-    """Follows requests of the target model, in a KV pool of the draft model.
-
-    runner: the draft model's.
-    """
+    """Drafts for requests of the target model, with a KV pool of the draft model. runner: of the draft model."""
 
     runner: ModelRunner
 
@@ -83,8 +80,8 @@ class FromDraftModel(FromModel):
         self, kv: KVManager, lengths: DraftLengths, num_tokens: int, max_step_tokens: int,
         max_model_len: int, vocab_sizes: VocabSizes,
     ) -> None:  # fmt: skip
-        """num_tokens: most drafts of a row. max_step_tokens: that the draft model computes after a step to catch up.
-        max_model_len: of the draft model.
+        """num_tokens: most drafts of a row. max_step_tokens: most tokens that the draft model computes after a step
+        to catch up. max_model_len: of the draft model.
         """
         super().__init__(lengths)
         self._kv = kv
@@ -138,10 +135,10 @@ class FromDraftModel(FromModel):
 
     @abstractmethod
     def _draft(self, wanted: list[tuple[Followed, int]], num_rows: int) -> None:
-        """Draft for these requests, at most so many tokens each. num_rows: of the step."""
+        """Draft for these requests, at most the given number of tokens each. num_rows: of the step."""
 
     def _first_rows(self, wanted: list[tuple[Followed, int]]) -> list[DraftRow]:
-        """What is known of the requests and not computed, of those that miss the fewest tokens first."""
+        """Return rows of known tokens without KV, for the requests that miss the fewest first."""
         left, rows = self._max_step_tokens, []
         for followed, most in sorted(
             wanted, key=lambda entry: entry[0].num_known - entry[0].owner.num_computed_tokens
@@ -155,7 +152,7 @@ class FromDraftModel(FromModel):
 
 
 class FromCpuDraftModel(FromDraftModel):
-    """Proposes what a draft model generates, which is asked after each pass whether another one pays."""
+    """Proposes the tokens of a draft model on the CPU, and decides after each pass whether another one pays."""
 
     def __init__(self, runner: DraftRunner, *args: Any) -> None:
         """args: of FromDraftModel."""
@@ -182,12 +179,12 @@ class FromCpuDraftModel(FromDraftModel):
                 self._times.observe(len(drafting), 0, time.monotonic() - began)
 
     def _catch_up(self, wanted: list[tuple[Followed, int]]) -> list[tuple[Followed, int]]:
-        """Compute what is known of the requests. Returns those that have a draft now."""
+        """Compute the KV of all known tokens. Returns the requests that have a first draft now."""
         rows = self._first_rows(wanted)
         return self._pass(rows) if rows else []
 
     def _pass(self, rows: list[DraftRow]) -> list[tuple[Followed, int]]:
-        """Compute the next tokens of each request. Returns those with one more draft, and their most drafts."""
+        """Compute the next tokens of each request. Returns the requests that got a draft, with their most drafts."""
         plan, states = planned(rows)
         result = self.runner.run(plan, states)
         drafted, distributions = [], iter(self._sampler.distributions)
@@ -202,7 +199,7 @@ class FromCpuDraftModel(FromDraftModel):
 
 
 def planned(rows: Sequence[DraftRow]) -> tuple[list[ScheduledRow], list[RequestState]]:
-    """Plan a pass, whose tokens count as computed from now on."""
+    """Plan a pass. Its tokens count as computed from now on."""
     plan, states = [], []
     for followed, num_tokens, _ in rows:
         owner, state = followed.owner, followed.state

@@ -1,7 +1,7 @@
-"""Drafts in a step: they take what the step has left over, when everything else in it is planned.
+"""Adds drafts to a step: they take only what is left over when everything else in the step is planned.
 
-So a draft never takes a token of the step, a block or a place in the batch from anybody. Where nothing is left, rows
-decode as they would without. What a runner has proposed is known for requests that it has sampled for.
+So a draft never takes a token of the step, a block or a place in the batch from a request. Where nothing is left,
+rows decode without drafts. Only requests that the runner has sampled for have proposals.
 """
 
 from __future__ import annotations
@@ -20,41 +20,42 @@ if TYPE_CHECKING:
 
 
 class Speculation:
-    """Puts the drafts of each decoding request into its row."""
+    """Adds each decoding request's drafts to its row."""
 
     def __init__(
         self, lengths: DraftLengths, max_decode_tokens: int | None = None, overlap: Overlap | None = None
     ) -> None:
-        """max_decode_tokens: of a step, drafts included, on a runner with kernels for decode rows: there they are in
-        steps without prompts alone, and in rows whose logits no rule changes. None: no such bounds. overlap: of a
-        runner that can run steps while the next ones are planned; None: all steps wait for those before.
+        """max_decode_tokens: most tokens of a step, drafts included, on a runner with kernels for decode rows. There
+        only steps without prompts have drafts, and only rows whose logits no rule changes. None: no such limits.
+        overlap: for a runner that can run steps while the next ones are planned; None: every step waits for the
+        previous one.
         """
         self._lengths, self._overlap = lengths, overlap
-        self._has_drafts = False  # the last step that was planned
+        self._has_drafts = False  # in the step planned last
         self._max_decode_tokens = max_decode_tokens
-        self.num_rows = 0  # with drafts, since the start
+        self.num_rows = 0  # rows with drafts since the start
         self.num_drafts = 0  # tokens
-        self._accepted: list[int] = []  # by position after the last known token
+        self._accepted: list[int] = []  # by draft position
 
     @property
     def num_accepted(self) -> int:
         return sum(self._accepted)
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Learn how long a step took."""
+        """Learn from the duration of a step."""
         (self._overlap or self._lengths).observe(size, seconds)
 
     @property
     def needs_known_tokens(self) -> bool:
-        """Whether the next step is planned when the tokens of the last one are known: its drafts say how many these
-        are, and others may follow.
+        """Whether the next step may be planned only once the last one's tokens are known: drafts change how many
+        these are, and new ones may follow.
         """
         return self._overlap is None or self._overlap.waits or self._has_drafts
 
     def settle(self, request: Request, row: ScheduledRow, num_sampled: int, kv: KVManager) -> None:
-        """Count a row's drafts, and take back what the scheduler has counted as computed for those not accepted.
+        """Count a row's drafts, and take back the computed tokens of those that were not accepted.
 
-        What they wrote is written again. num_sampled: one for each that was accepted, and the one after those.
+        Later steps overwrite their KV. num_sampled: the accepted drafts, plus the token after them.
         """
         num_drafts, num_accepted = len(row.draft_token_ids), num_sampled - 1
         self._count(num_drafts, num_accepted)
@@ -85,10 +86,10 @@ class Speculation:
     def add_drafts(
         self, step: ScheduledStep, kv: KVManager, num_spare_tokens: int, num_kept_blocks: int, max_model_len: int
     ) -> None:
-        """Extend the rows of `step`.
+        """Add drafts to the rows of `step`.
 
-        num_spare_tokens: what the step may still compute. num_kept_blocks: of the pool's available ones, not for
-        drafts.
+        num_spare_tokens: tokens that the step may still compute. num_kept_blocks: available blocks of the pool that
+        drafts must not take.
         """
         self._has_drafts = False
         max_decode_tokens = self._max_decode_tokens
@@ -103,7 +104,7 @@ class Speculation:
             num_known = request.num_known_tokens
             most = min(
                 num_spare_tokens,
-                max_model_len - num_known - 1,  # the token after the last draft needs its place too
+                max_model_len - num_known - 1,  # the token after the last draft needs a place, too
                 request.params.max_tokens - len(request.output_token_ids) - 1,
                 (len(request.block_ids) + max(num_spare_blocks, 0)) // count * kv.block_size - num_known,
             )
@@ -120,7 +121,7 @@ class Speculation:
             self._has_drafts = True
 
     def _decide(self, overlap: Overlap, step: ScheduledStep, num_spare_tokens: int) -> None:
-        """Let `overlap` choose by the drafts that requests have, also of tokens that are pending."""
+        """Let `overlap` decide by all drafts, also of requests with pending tokens."""
         size = StepSize.of(list(step.rows.values()))
         acceptance = [
             request.drafts.acceptance
@@ -130,7 +131,7 @@ class Speculation:
         overlap.decide(acceptance, size.num_decode_tokens, max(num_spare_tokens, 0), size.context)
 
     def _chosen(self, step: ScheduledStep, num_spare_tokens: int) -> list[tuple[Request, ScheduledRow, list[int]]]:
-        """The rows that get drafts, and which ones at most."""
+        """Return the rows that get drafts, with the most drafts of each."""
         found: list[tuple[Request, ScheduledRow, Drafts]] = []
         for request, row in step.rows.items():
             drafts = request.drafts
@@ -156,5 +157,5 @@ def _decodes(request: Request, row: ScheduledRow) -> bool:
 
 
 def _can_have_drafts(request: Request, row: ScheduledRow) -> bool:
-    """Whether it does, and all tokens before the next one are known."""
+    """Whether the row computes an output token, and all tokens before the next one are known."""
     return _decodes(request, row) and not request.num_pending_tokens

@@ -1,4 +1,4 @@
-"""What proposers with a model of their own have in common: drafting takes time, so it has to pay, too."""
+"""Common base of proposers with their own model: drafting takes time, which has to pay, too."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engine.speculation.draft_length import DraftLengths
 from engine.speculation.rejection import DraftSampler, DrawnDrafts
 
 NUM_KINDS = 10  # a draft's kind is the probability that its model gives it, in tenths
-MARGIN = 1.15  # estimates err, and where nothing is to be gained much is lost
-STEPS_BETWEEN_TRIALS = 1000  # where no draft can pay
-FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps until a request is drafted for again when its drafts did not pay
+MARGIN = 1.15  # estimates are inexact, and drafting in vain costs a lot
+STEPS_BETWEEN_TRIALS = 1000  # while no draft can pay
+FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps until a request whose drafts did not pay gets drafts again
 
 
 @dataclass(slots=True, kw_only=True)
 class Drafting(DrawnDrafts):
-    """A request's drafts, and how earlier ones fared."""
+    """A request's drafts, and how its earlier ones fared."""
 
     record: DraftRecord = field(default_factory=DraftRecord)
     drafts: Drafts = field(default_factory=lambda: Drafts([], []))
@@ -31,17 +31,17 @@ class Drafting(DrawnDrafts):
     num_paused: int = 0
 
     def begin(self) -> None:
-        """Forget the drafts of the step before."""
+        """Forget the drafts of the previous step."""
         self.record.drafts, self.record.kinds, self.distributions = [], [], []
 
     def taken(self) -> Drafts:
-        """The drafts, which are the runner's from now on."""
+        """Return the drafts and hand them over to the runner."""
         drafts, self.drafts = self.drafts, Drafts([], [])
         return drafts
 
 
 class FromModel(Proposer):
-    """Proposes by a model whose passes take time."""
+    """Proposes drafts of a model whose passes take time."""
 
     def __init__(self, lengths: DraftLengths) -> None:
         self._lengths = lengths
@@ -51,11 +51,11 @@ class FromModel(Proposer):
         self._num_hopeless = 0.0  # steps since the last trial
 
     def keep_distributions(self, vocab_size: int) -> None:
-        """Keep what drafts are drawn from, for a `RejectionSampler`. vocab_size: of the target model."""
+        """Keep the distributions of drafts for a `RejectionSampler`. vocab_size: of the target model."""
         self._sampler.keep_distributions(vocab_size)
 
     def _least_probability(self, num_rows: int, num_drafting: int) -> float:
-        """A draft pays above this: what drafting and computing it add to the time of a token."""
+        """Return the acceptance above which a draft pays: time of drafting and computing it, per token time."""
         seconds = self._lengths.seconds(num_rows)
         if not self._lengths.is_adaptive or not seconds:
             return 0.0
@@ -64,10 +64,10 @@ class FromModel(Proposer):
         return MARGIN * num_rows * (computing + self._times.cost.seconds(num_drafting)) / count / seconds
 
     def _is_worth_drafting(self, drafting: Drafting, num_rows: int) -> bool:
-        """Whether the request's next draft is expected to pay, or it is time to look whether drafts pay again."""
+        """Whether the request's next draft is expected to pay, or a new trial is due."""
         least = self._least_probability(num_rows, num_rows)
-        if least >= 1.0:  # not even if it is always right: the model is too slow for so many rows
-            self._num_hopeless += 1 / num_rows  # which asks for each row
+        if least >= 1.0:  # no draft can pay: the model is too slow for this many rows
+            self._num_hopeless += 1 / num_rows  # this method is called for each row
             if self._num_hopeless < STEPS_BETWEEN_TRIALS:
                 return False
             self._num_hopeless = 0.0
@@ -82,11 +82,11 @@ class FromModel(Proposer):
         return True
 
     def _add_draft(self, drafting: Drafting, token_id: TokenId, logprob: float, distribution: Tensor | None) -> None:
-        """Add a draft with the log-probability that the model gives it. distribution: if it is kept."""
+        """Add a draft. logprob: that the model gives it. distribution: that it was drawn from, if that is kept."""
         probability = math.exp(logprob)
         if distribution is not None:
             drafting.distributions.append(distribution)
-            probability = float(distribution.max())  # whether it is computed must not depend on what was drawn
+            probability = float(distribution.max())  # whether a draft is computed must not depend on its token
         kind = min(int(NUM_KINDS * probability), NUM_KINDS - 1)
         self._add_draft_of_kind(drafting, token_id, kind)
 
@@ -100,9 +100,9 @@ class FromModel(Proposer):
 
 
 def params_of_drafts(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """A request's parameters for sampling its drafts, with the noise that its tokens have.
+    """Return parameters for sampling a request's drafts, with the same noise as its tokens.
 
-    vocab_size: tokens that the draft model has.
+    vocab_size: of the draft model.
     """
     return replace(
         params, logprobs=0, prompt_logprobs=None, grammar="", bad_words=(), pooling="", min_tokens=0,

@@ -1,4 +1,4 @@
-"""Proposes drafts by requests' tokens alone."""
+"""Proposes drafts from the tokens of requests alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MakeDrafter = Callable[[RequestState], Drafter]
 
 
 class FromTokens(Proposer):
-    """Proposes by a request's tokens alone, with a drafter for each."""
+    """Proposes drafts from a request's tokens alone, with one drafter per request."""
 
     def __init__(self, make_drafter: MakeDrafter, num_tokens: int, num_kinds: int) -> None:
-        """num_tokens: most drafts of one row. num_kinds: that the drafters tell apart."""
+        """num_tokens: most drafts of one row. num_kinds: number of the drafters' kinds."""
         self._make_drafter, self._num_tokens = make_drafter, num_tokens
         self._acceptance = Acceptance(num_kinds)
         self._drafters: dict[RequestId, Drafter] = {}
@@ -49,6 +49,6 @@ class FromTokens(Proposer):
 
 
 def most_drafts(request: RequestState, num_tokens: int) -> int:
-    """Drafts that a row of the request may have, of `num_tokens` by the settings."""
+    """Return the most drafts of a row of the request, `num_tokens` unless the request asks for fewer."""
     asked = request.params.num_speculative_tokens
     return num_tokens if asked is None else min(asked, num_tokens)

@@ -1,4 +1,4 @@
-"""Opens a draft model next to the model whose tokens it drafts."""
+"""Opens a draft model next to the model that it drafts for."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 def open_draft_model(
     name: str, num_tokens: int, config: EngineConfig, vocab_size: int, lengths: DraftLengths
 ) -> FromDraftModel:
-    """Load the model on the CPU and give it a KV pool as large as the other's. Raises ConfigError.
+    """Load the draft model on the CPU, with a KV pool of as many blocks as its target's. Raises ConfigError.
 
-    config: of the model that it drafts for, whose vocabulary has `vocab_size` tokens.
+    config: the target's. vocab_size: of the target.
     """
     device = torch.device("cpu")
     files, loaded, config, sizes = load_draft_model(name, config, vocab_size, device)
@@ -49,7 +49,7 @@ def open_draft_model(
 def load_draft_model(
     name: str, config: EngineConfig, vocab_size: int, device: torch.device
 ) -> tuple[ModelFiles, LoadedModel, EngineConfig, VocabSizes]:
-    """Load the weights; see `open_draft_model`. Returns its settings, too."""
+    """Load the weights, see `open_draft_model`. Also returns the draft model's config."""
     files, target = resolve_model(name), config.model
     plain_kv: dict[str, Any] = {"kv_cache_dtype": "auto"} if has_wing("engine.eight_bit_kv") else {}
     config = replace(config, model=name, tp=1, pp=1, stage_address="", max_model_len=0, **plain_kv)
@@ -68,7 +68,7 @@ def load_draft_model(
 
 
 def have_same_tokens(target: ModelFiles, draft: ModelFiles, sizes: VocabSizes) -> bool:
-    """Whether a number stands for the same token in both models; by the sizes alone, where there is no tokenizer."""
+    """Whether token ids mean the same in both models; without tokenizers the vocabulary sizes decide."""
     ours, theirs = _vocabulary(target), _vocabulary(draft)
     if not ours or not theirs:
         return sizes.of_target == sizes.of_draft
@@ -79,5 +79,5 @@ def have_same_tokens(target: ModelFiles, draft: ModelFiles, sizes: VocabSizes) -
 def _vocabulary(files: ModelFiles) -> dict[str, int]:
     try:
         return load_tokenizer(files).vocabulary()
-    except UnsupportedModelError:  # it is served by token ids
+    except UnsupportedModelError:  # the model is served by token ids
         return {}

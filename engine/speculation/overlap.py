@@ -1,7 +1,7 @@
-"""Whether the engine plans steps while those before run, or waits for their tokens, which drafts follow.
+"""Decides whether the engine plans steps while the previous ones run, or waits for their tokens and drafts.
 
-Waiting leaves the GPU idle between steps; it pays where drafts bring more. Both kinds of steps are measured, each
-from time to time: what drafts are worth is known without computing any (`acceptance.py`). Pure: no clock.
+Waiting leaves the GPU idle between steps, so it pays only if drafts gain more. Both kinds of steps are measured from
+time to time; how many drafts would be accepted is known without computing any (`acceptance.py`). Pure: no clock.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from common.step_times import StepTimes
 from engine.plan import StepSize
 from engine.speculation.draft_length import DraftLengths
 
-PATIENCE = 8  # steps in a row that would be better the other way
-NUM_SKIPPED = 3  # steps after a change, of which some ran the old way
-FIRST_TRIAL, TRIAL = 16, 8  # steps before the other way is measured first, and steps of that
+PATIENCE = 8  # consecutive steps for which the other way would be better
+NUM_SKIPPED = 3  # steps after a change, some of which ran the old way
+FIRST_TRIAL, TRIAL = 16, 8  # steps before the first trial of the other way, and steps of a trial
 STEPS_BETWEEN_TRIALS = 400
-MEASURED_STEPS = 16  # with drafts, before they are judged
+MEASURED_STEPS = 16  # steps with drafts before they are judged
 FADE, LONGEST_PAUSE = 0.98, 3200  # see MeasuredOverlap
-TRIALS_SHARE = 0.01  # of the time, at most, that trials of drafts that do not pay may take
-GAIN = 1.02  # of drafts over overlapped steps, so that noise does not change the way
+TRIALS_SHARE = 0.01  # most time that trials of drafts that do not pay may take
+GAIN = 1.02  # required gain of drafts over overlapped steps, so that noise does not change the way
 
 
 class Overlap:
-    """waits: whether steps wait, as they do at first."""
+    """waits: whether steps wait for the previous one, as at first."""
 
     def __init__(self, lengths: DraftLengths) -> None:
         self.waits = True
         self._lengths = lengths
         self._overlapped = StepTimes()
         self._num_steps = 0  # since the last change
-        self._num_better = 0  # in a row, that would be better the other way
+        self._num_better = 0  # consecutive steps for which the other way would be better
         self._trial_after = FIRST_TRIAL
         self._is_trial = False
 
     def observe(self, size: StepSize, seconds: float) -> None:
-        """Learn how long a step took. Those after a change are of both kinds."""
+        """Learn from the duration of a step. Steps right after a change are skipped, as they are of both kinds."""
         if self._num_steps <= NUM_SKIPPED:
             return
         if self.waits:
@@ -44,10 +44,10 @@ class Overlap:
             self._overlapped.observe(size.num_decode_tokens, 0, seconds, size.context)
 
     def count(self, num_accepted: int) -> None:
-        """Learn how many drafts of a row were accepted, in the step observed last."""
+        """Learn how many drafts of a row were accepted in the step observed last."""
 
     def decide(self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int) -> None:
-        """Choose for the steps after one of so many decode rows; arguments as those of `expected_to_pay`."""
+        """Decide after a step of `num_rows` decode rows; arguments as for `expected_to_pay`."""
         self._num_steps += 1
         if self._is_trial:
             if self._num_steps >= TRIAL + NUM_SKIPPED:
@@ -73,9 +73,9 @@ class Overlap:
 
 
 class MeasuredOverlap(Overlap):
-    """For drafts that take the device's time: nothing is known of them but in steps that wait.
+    """For drafts that take GPU time, whose costs are known only from steps that wait.
 
-    So tokens per second are measured while steps wait, drafting included, against overlapped steps of as many rows.
+    So it compares tokens per second of steps that wait, drafting included, with overlapped steps of as many rows.
     """
 
     def __init__(self, lengths: DraftLengths) -> None:
@@ -84,11 +84,11 @@ class MeasuredOverlap(Overlap):
         self._num_rows = 0
         self._pause = 0  # steps; 0: before the first trial
         self._tokens = self._seconds = (
-            0.0  # of steps that wait; tokens as seconds that overlapped steps take for them
+            0.0  # of steps that wait; tokens as the seconds that overlapped steps take for them
         )
-        self._plain_seconds = 0.0  # of an overlapped step like the one observed last, a row
-        self._lost = 0.0  # seconds of all steps since the change, beyond those of overlapped steps
-        self._known: set[int] = set()  # numbers of rows, by powers of two, that overlapped steps were measured of
+        self._plain_seconds = 0.0  # per row, of an overlapped step like the one observed last
+        self._lost = 0.0  # seconds of all steps since the change, minus those of overlapped steps
+        self._known: set[int] = set()  # numbers of rows, by powers of two, with measured overlapped steps
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """See Overlap."""
@@ -98,7 +98,7 @@ class MeasuredOverlap(Overlap):
         if not self.waits or size.num_prompt_tokens or not self._num_rows:
             return
         self._plain_seconds = self._overlapped.cost.seconds(self._num_rows, context=size.context) / self._num_rows
-        self._lost += seconds - self._plain_seconds * self._num_rows  # the draft model computes the prompts first
+        self._lost += seconds - self._plain_seconds * self._num_rows  # with prompts that the draft model computes
         if self._num_steps <= NUM_SKIPPED:
             return
         self._seconds = FADE * self._seconds + seconds
@@ -109,7 +109,7 @@ class MeasuredOverlap(Overlap):
         self._tokens += self._plain_seconds * num_accepted
 
     def decide(self, acceptance: Sequence[Sequence[float]], num_rows: int, max_drafts: int, context: int) -> None:
-        """See Overlap; the arguments but `num_rows` are not needed."""
+        """See Overlap; only `num_rows` is used."""
         self._num_steps += 1
         self._num_rows = num_rows
         if not self.waits:
@@ -118,17 +118,17 @@ class MeasuredOverlap(Overlap):
         elif self._num_steps >= MEASURED_STEPS + NUM_SKIPPED:
             if self._tokens < self._seconds * GAIN:
                 is_known = num_rows.bit_length() in self._known
-                # Else overlapped steps of so many rows first.
+                # Otherwise measure overlapped steps of as many rows first.
                 self._pause = self._longer_pause() if is_known else TRIAL + NUM_SKIPPED
                 self._change(is_trial=False)
             elif (
                 self._num_steps >= 4 * STEPS_BETWEEN_TRIALS
-            ):  # what overlapped steps take changes with contexts and rows
+            ):  # the time of overlapped steps changes with contexts and rows
                 self._pause = TRIAL + NUM_SKIPPED
                 self._change(is_trial=False)
 
     def _longer_pause(self) -> int:
-        """Steps until the next trial, after one that did not pay."""
+        """Return the number of steps until the next trial, after one that did not pay."""
         step_seconds = self._plain_seconds * self._num_rows
         affordable = self._lost / (TRIALS_SHARE * step_seconds) if step_seconds else 0.0
         return int(min(max(4 * self._pause, STEPS_BETWEEN_TRIALS, affordable), LONGEST_PAUSE))

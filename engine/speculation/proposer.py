@@ -1,8 +1,8 @@
-"""Chooses what proposes drafts, by the settings.
+"""Chooses the proposer of drafts by the settings.
 
-A proposer cannot change a request's output, only its speed: a draft is accepted when it equals the token that is
-sampled at its position, which is the one that the request would get without drafts. With rejection sampling
-(`rejection.py`) it cannot change the distribution of outputs.
+A proposer cannot change a request's output, only its speed: a draft is accepted if it equals the token sampled at its
+position, which is the same as without drafts. With rejection sampling (`rejection.py`), the distribution of outputs
+stays the same.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from engine.speculation.on_gpu.open_draft_model import OnGpu
 
 
-CPU_TILE = 8  # tokens that GEMMs of quantized weights compute together, nearly at the cost of one
+CPU_TILE = 8  # rows that GEMMs of quantized weights compute together, at nearly the cost of one
 
 
 def proposer_on_gpu(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -> OnGpu | None:
-    """Load a draft model or a head onto the GPU of the model, if one is wanted there. Raises ConfigError."""
+    """Load a draft model or head onto the model's GPU, if the settings ask for one. Raises ConfigError."""
     settings = config.of(SpeculationSettings).resolved()
     if loaded.device.type != "cuda" or not settings.method.has_weights:
         return None
@@ -47,10 +47,11 @@ def proposer_on_gpu(config: EngineConfig, loaded: LoadedModel, gpu: GpuConfig) -
 def open_speculation(
     config: EngineConfig, runner: Any, loaded: LoadedModel, on_gpu: OnGpu | None = None, num_blocks: int = 0
 ) -> Speculation | None:  # fmt: skip
-    """Let the runner propose drafts, if they are wanted. On a GPU they are in steps that have a decode graph.
+    """Let the runner propose drafts, if the settings ask for them. On a GPU only steps with a decode graph have
+    drafts.
 
-    on_gpu: as `proposer_on_gpu` gives it. num_blocks: of the model's KV pool. Raises ConfigError for a draft model or
-    a head that does not fit.
+    on_gpu: from `proposer_on_gpu`. num_blocks: of the model's KV pool. Raises ConfigError for a draft model or head
+    that does not fit.
     """
     settings = config.of(SpeculationSettings).resolved()
     if not settings.num_speculative_tokens:
@@ -59,7 +60,7 @@ def open_speculation(
     num_tokens = settings.num_speculative_tokens
     by_rejection = settings.speculative_sampling == "rejection"
     if by_rejection and (on_gpu is not None or config.num_ranks > 1):
-        raise ConfigError(REJECTION_IN_ONE_PROCESS)  # a GPU that was found, or vLLM's JSON
+        raise ConfigError(REJECTION_IN_ONE_PROCESS)  # an auto-detected GPU, or vLLM's JSON
     proposer: Proposer
     if on_gpu is not None:
         overlap = MeasuredOverlap(lengths) if _can_overlap(settings, config, runner) else None
@@ -93,7 +94,7 @@ def _can_overlap(settings: SpeculationSettings, config: EngineConfig, runner: An
 
 
 def from_tokens(settings: SpeculationSettings) -> FromTokens:
-    """The proposer without a model that the settings name."""
+    """Return the proposer without a model that the settings name."""
     num_tokens = settings.num_speculative_tokens
     if settings.method is Method.SUFFIX:
         answers = suffix.AnswersBySalt(settings.suffix_tokens)

@@ -1,10 +1,10 @@
-"""Rejection sampling of drafts: accept x with min(1, p(x) / q(x)), else sample from what p has more than q.
+"""Rejection sampling of drafts: accept x with probability min(1, p(x) / q(x)), else sample from max(0, p - q).
 
 Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318). p is the distribution that the request
-samples from without drafts, q the one that a draft was drawn from, both with its parameters applied. What comes is
-distributed as p, whatever q is, as long as nobody looks at a draft before it is decided whether a step verifies it:
-a draft that is left out for being x would be missing from x's share. A position's draft, its acceptance and its
-replacement have noise of their own, all functions of (seed, position).
+samples from without drafts, q the one that a draft was drawn from, both with its parameters applied. The output is
+distributed as p for any q, as long as the decision whether a step verifies a draft does not depend on its token: if
+drafts of x were left out, x would be too rare. A position's draft, acceptance and replacement have separate noise,
+all functions of (seed, position).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from engine.request_states import RequestState
 from engine.runner import LogitsHook
 from kernels.gumbel import noise_key
 
-ACCEPTANCE, REPLACEMENT = 0x5BF0_3635_D1C2_95A7, 0x2545_F491_4F6C_DD1D  # change a seed: noise apart from the drafts'
+ACCEPTANCE, REPLACEMENT = 0x5BF0_3635_D1C2_95A7, 0x2545_F491_4F6C_DD1D  # seeds of noise apart from that of drafts
 
 
 @dataclass(slots=True, kw_only=True)
 class DrawnDrafts:
-    """What the drafts of a request were drawn from: q of the positions from `num_known` on, (vocab,) each.
+    """The distributions q that a request's drafts were drawn from, for the positions from `num_known` on, (vocab,)
+    each.
 
-    A vocabulary may be shorter than the target model's. Empty where drafts are compared with tokens.
+    The vocabulary may be smaller than the target model's. Empty if drafts are compared with tokens.
     """
 
     num_known: int = 0
@@ -50,21 +51,21 @@ class DrawnDrafts:
 def is_rejection_sampled(params: SamplingParams) -> bool:
     """Whether drafts of such a request are verified by rejection sampling.
 
-    Greedy ones gain nothing. A seed that the client chose promises the same answer again, which where drafts begin
-    must not change.
+    Greedy requests gain nothing from it. A seed that the client chose promises the same answer, which must not depend
+    on where drafts begin.
     """
     return params.temperature > 0 and params.seed_is_drawn
 
 
 class DraftSampler(Sampler):
-    """Samples drafts. distributions: of the last call's rows, once they are kept."""
+    """Samples drafts. distributions: of the last call's rows, if they are kept."""
 
     def __init__(self) -> None:
         self._vocab_size: int | None = None
         self.distributions: list[Tensor | None] = []
 
     def keep_distributions(self, vocab_size: int) -> None:
-        """Keep them from now on. vocab_size: of the target model; tokens that it lacks are never drawn."""
+        """Keep distributions from now on. vocab_size: of the target model, whose tokens alone are sampled."""
         self._vocab_size = vocab_size
 
     def sample(
@@ -90,7 +91,7 @@ class DraftSampler(Sampler):
 
 
 class RejectionSampler(Sampler):
-    """Samples tokens of the target model, and verifies the drafts whose distributions are known."""
+    """Samples tokens of the target model, and verifies the drafts whose distributions are kept."""
 
     def _sample_random(
         self, logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int], rows: Sequence[int]
@@ -123,7 +124,7 @@ class RejectionSampler(Sampler):
 
 
 def _distribution_of_draft(request: RequestState, position: int) -> Tensor | None:
-    """What the row's draft at that position was drawn from; None: there is none, or nobody knows any more."""
+    """Return the distribution that the draft at that position was drawn from; None if there is none."""
     if position >= len(request.token_ids) or not isinstance(request.drafter, DrawnDrafts):
         return None
     return request.drafter.distribution_at(position)
@@ -132,7 +133,7 @@ def _distribution_of_draft(request: RequestState, position: int) -> Tensor | Non
 def _verified(
     logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int], distributions: Sequence[Tensor]
 ) -> Tensor:
-    """The drafts of these rows (n,), replaced where a request's first one is rejected; what follows that is void."""
+    """Return the drafts of these rows (n,), with each request's first rejected one replaced; later ones are void."""
     targets = probabilities(logits, [request.params for request in requests])
     seeds = [request.params.seed or 0 for request in requests]
     drafts = [request.token_ids[position] for request, position in zip(requests, positions, strict=True)]
@@ -156,7 +157,7 @@ def accept(
     drafts: Sequence[TokenId], targets: Tensor, distributions: Sequence[Tensor], seeds: Sequence[int],
     positions: Sequence[int],
 ) -> list[bool]:  # fmt: skip
-    """Whether each draft is accepted. targets: p (n, vocab). distributions: q, each of at most as many tokens."""
+    """Return whether each draft is accepted. targets: p (n, vocab). distributions: q, of at most `vocab` tokens."""
     ps = targets.gather(1, torch.tensor(drafts, device=targets.device)[:, None])[:, 0].tolist()
     qs = torch.stack([q[draft] for q, draft in zip(distributions, drafts, strict=True)]).tolist()
     noise = map(acceptance_noise, seeds, positions)
@@ -166,18 +167,18 @@ def accept(
 def replacements(
     targets: Tensor, distributions: Sequence[Tensor], seeds: Sequence[int], positions: Sequence[int]
 ) -> Tensor:
-    """Sample what comes instead of rejected drafts: p (n, vocab), q of each -> token ids (n,)."""
+    """Sample the replacements of rejected drafts from p (n, vocab) and the q of each: token ids (n,)."""
     rest = targets.clone()
     for row, distribution in zip(rest, distributions, strict=True):
         row[: distribution.shape[0]] -= distribution
     rest.clamp_(min=0.0)
-    rest = torch.where(rest.any(dim=-1, keepdim=True), rest, targets)  # p is q, as far as float32 says
+    rest = torch.where(rest.any(dim=-1, keepdim=True), rest, targets)  # p equals q in float32
     keys = noise_keys([seed ^ REPLACEMENT for seed in seeds], positions, rest.device)
     return sample_whole(rest.log_(), keys)
 
 
 def acceptance_noise(seed: int, position: int) -> float:
-    """Uniform in (0, 1)."""
+    """Return a uniform number in (0, 1)."""
     low, high = (word & 0xFFFFFFFF for word in noise_key(seed ^ ACCEPTANCE, position))
     return (((high << 32 | low) >> 12) + 0.5) * 2.0**-52
 

@@ -14,13 +14,13 @@ from engine.request import MAX_SPECULATIVE_TOKENS
 from engine.wings import EngineWing
 
 DRAFT_PREFIX, EAGLE_PREFIX = "draft:", "eagle:"
-# Names of vLLM's --speculative-config, and ours.
+# Names of vLLM's --speculative-config, and our settings.
 JSON_NAMES = {
     "num_speculative_tokens": "num_speculative_tokens",
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
 }
-# What vLLM's draft_sample_method makes of drafts: the likeliest tokens, or drawn ones.
+# vLLM's draft_sample_method: the likeliest tokens, or sampled ones.
 JSON_SAMPLING = {"greedy": "coupled", "probabilistic": "rejection"}
 JSON_METHODS = {
     "ngram": "ngram",
@@ -34,7 +34,7 @@ JSON_METHODS = {
 
 
 class Method(Enum):
-    """What proposes drafts."""
+    """The method that proposes drafts."""
 
     NONE = "none"
     NGRAM = "ngram"
@@ -45,14 +45,14 @@ class Method(Enum):
 
     @property
     def has_weights(self) -> bool:
-        """Whether drafts are drawn from a distribution."""
+        """Whether a model with weights proposes drafts, and so has a distribution of each."""
         return self in (Method.DRAFT, Method.EAGLE, Method.MTP)
 
 
 REJECTION_IN_ONE_PROCESS = (
     "--speculative-sampling rejection runs in one process on a CPU: leave it, --tp, --pp or --device cuda out"
 )
-# Most drafts of a row where nothing is said.
+# Most drafts of a row by default.
 DEFAULT_TOKENS = {Method.NONE: 0, Method.NGRAM: 8, Method.SUFFIX: 16, Method.DRAFT: 4, Method.EAGLE: 4, Method.MTP: 3}
 
 
@@ -126,11 +126,11 @@ class SpeculationSettings(EngineWing):
 
     @property
     def num_graph_sets(self) -> int:
-        """See EngineWing: of steps with drafts, and of those that are planned while the one before runs."""
+        """See EngineWing: one of steps with drafts, one of steps that are planned while the previous one runs."""
         return 2 if self.has_drafts else 1
 
     def resolved(self) -> SpeculationSettings:
-        """The settings with vLLM's JSON read, and the number of drafts chosen. Raises ConfigError."""
+        """Return the settings with vLLM's JSON read and the number of drafts chosen. Raises ConfigError."""
         settings = self
         if self.speculative_config:
             settings = replace(self, speculative_config="", **_from_json(self.speculative_config))
@@ -139,7 +139,7 @@ class SpeculationSettings(EngineWing):
 
 
 def _from_json(text: str) -> Mapping[str, Any]:
-    """Read vLLM's --speculative-config. Raises ConfigError for what is not served."""
+    """Read vLLM's --speculative-config. Raises ConfigError for settings that are not supported."""
     try:
         given = json.loads(text)
     except ValueError as error:
@@ -147,7 +147,7 @@ def _from_json(text: str) -> Mapping[str, Any]:
     require(isinstance(given, dict), "--speculative-config: give a JSON object")
     model = given.pop("model", "")
     method = given.pop("method", "draft_model" if model else "ngram")
-    if given.get("draft_tensor_parallel_size") == 1:  # as it is here, and vLLM's examples say it
+    if given.get("draft_tensor_parallel_size") == 1:  # our only choice, which vLLM's examples write
         del given["draft_tensor_parallel_size"]
     require(method in JSON_METHODS, f'--speculative-config: method "{method}" is none of {", ".join(JSON_METHODS)}')
     sampling = given.pop("draft_sample_method", "greedy")

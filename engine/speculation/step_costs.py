@@ -1,8 +1,8 @@
-"""What a step costs for each number of tokens, where a line does not say it. Pure: no clock.
+"""Learns the time of a step for each number of tokens, where a linear model does not fit. Pure: no clock.
 
-Kernels of CPUs take tokens in tiles: a step of 9 takes nearly twice as long as one of 8, and as long as one of 16.
-The line of `StepTimes` says how time grows with context and with tiles. What steps of a number of tokens take beyond
-it is learned apart. On GPUs, whose decode steps mostly read the weights, the line alone is used.
+CPU kernels compute tokens in tiles: a step of 9 takes nearly twice as long as one of 8, and as long as one of 16. The
+linear model of `StepTimes` gives the growth with context and tiles; the excess over it is learned for each number of
+tokens. On GPUs, whose decode steps mostly read the weights, the linear model alone is used.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections import defaultdict
 
 from common.step_times import FADE, FAR, StepCost, StepTimes
 
-NEIGHBORS = {-1: 1 / 16, 0: 1.0, 1: 1 / 16}  # what a step counts for these numbers of tokens
-PRIOR = 2.0  # steps that the line counts for
+NEIGHBORS = {-1: 1 / 16, 0: 1.0, 1: 1 / 16}  # weights of a step for these distances of the number of tokens
+PRIOR = 2.0  # weight of the linear model, in steps
 
 
 class StepCosts:
-    """Takes measured steps that only decode."""
+    """Learns from measured steps that only decode."""
 
     def __init__(self, tile: int = 0) -> None:
-        """tile: tokens that kernels are expected to compute together, each tile at the cost of the first, until steps
-        say more; 0: a line, of which any number of tokens is expected to cost the same.
+        """tile: tokens that kernels are expected to compute together, at the cost of one, until measured steps tell
+        more; 0: a linear model, which at first expects all numbers of tokens to cost the same.
         """
         self._times, self._tile = StepTimes(starts_flat=not tile), tile or 1
         self._weights: defaultdict[int, float] = defaultdict(float)
-        self._excess: defaultdict[int, float] = defaultdict(float)  # seconds beyond the line, weighted
+        self._excess: defaultdict[int, float] = defaultdict(float)  # weighted seconds beyond the linear model
 
     @property
     def line(self) -> StepCost:
-        """In tiles instead of rows."""
+        """The linear model, in tiles instead of rows."""
         return self._times.cost
 
     def observe(self, num_tokens: int, seconds: float, context: int) -> None:
@@ -44,8 +44,8 @@ class StepCosts:
             self._excess[number] = kept * self._excess[number] + weight * excess
 
     def seconds(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds of a step with so many tokens. Before the first step: its tiles, to compare, or 0 without tiles."""
-        if self._tile == 1:  # asked for each draft that a step may have
+        """Return seconds of a step. Before the first one: its number of tiles, or 0 without tiles."""
+        if self._tile == 1:  # called for each possible draft of a step
             return self._times.cost.seconds(num_tokens, context=context)
         expected = self._expected(num_tokens, context)
         if not expected:

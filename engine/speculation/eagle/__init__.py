@@ -1,5 +1,5 @@
-"""EAGLE-3 heads (arXiv:2503.01840): one layer that drafts by what three layers of the model have made of each token.
+"""EAGLE-3 heads (arXiv:2503.01840): one layer that drafts from the hidden states of three of the model's layers.
 
-`checkpoint.py` reads a head as it is published, `head.py` computes it, and `opening.py` lets it draft next to a model
+`checkpoint.py` reads a published head, `head.py` computes it, and `opening.py` lets it draft next to a model
 (`engine/speculation/heads`).
 """

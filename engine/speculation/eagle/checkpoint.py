@@ -1,7 +1,7 @@
-"""Reads EAGLE-3 heads as they are published: `config.json`, and weights as safetensors.
+"""Reads published EAGLE-3 heads: `config.json`, and weights as safetensors.
 
-Two layouts of `config.json` are read: a Llama's with the head's fields beside it, which EAGLE's authors, SpecForge
-and NVIDIA write, and that of vLLM's speculators, where the Llama's fields are in `transformer_layer_config`.
+Two layouts of `config.json` are supported: a Llama's with the head's fields added, which EAGLE's authors, SpecForge
+and NVIDIA write, and that of vLLM's speculators, with the Llama's fields in `transformer_layer_config`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from engine.speculation.eagle.head import EagleHead, HeadShape, HeadWeights
 
 BIN_NAME = "pytorch_model.bin"
 LAYER = "midlayer."
-# What the one layer is called elsewhere, and what is never read: t2d says backwards what d2t says.
+# Another name of the layer, and a tensor that is not read: t2d is the inverse of d2t.
 OTHER_LAYER, UNUSED = "layers.0.", ("t2d",)
 
 
 def read_head(folder: Path, model: ModelConfig, embedding: Tensor, output: Linear) -> EagleHead:
-    """The head in the type of `embedding`. Raises ConfigError for one that does not fit, or is not understood.
+    """Read the head in the dtype of `embedding`. Raises ConfigError if it does not fit or is not supported.
 
-    embedding, output: the model's, for heads that have none of their own.
+    embedding, output: the model's, for heads without their own.
     """
     raw = read_hf_config(folder)
     raw = {"architectures": ["Eagle3"], **(raw.get("transformer_layer_config") or {}), **raw}
@@ -49,10 +49,10 @@ def read_head(folder: Path, model: ModelConfig, embedding: Tensor, output: Linea
 
 
 def layers_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs the head reads, in rising order. Raises ConfigError for those that are not there.
+    """Return the layers whose inputs the head reads, in rising order. Raises ConfigError for layers out of range.
 
-    At the top of the config are numbers of such layers, as vLLM has them; in `eagle_config` those of layers whose
-    outputs are read, as SGLang and SpecForge have them.
+    The top of the config lists them as vLLM does; `eagle_config` lists layers whose outputs are read, as in SGLang
+    and SpecForge.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     if raw.get(name):
@@ -68,7 +68,7 @@ def layers_of(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 class _Weights:
-    """Tensors by name, each taken once."""
+    """Tensors by name, each of which is taken once."""
 
     def __init__(self, name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         self._name, self._tensors, self._dtype = name, tensors, dtype
@@ -88,7 +88,7 @@ class _Weights:
         return tensor.to(self._dtype).contiguous() if tensor.is_floating_point() else tensor.long()
 
     def linear(self, names: tuple[str, ...], sizes: tuple[int, ...], in_size: int) -> Linear:
-        """The weights of these names, with so many outputs each, and their biases if there are any."""
+        """Join the weights of these names, with these output sizes, and their biases if there are any."""
         rows = [self.take(f"{name}.weight", size, in_size) for name, size in zip(names, sizes, strict=True)]
         biases = [
             self.take(f"{name}.bias", size)
@@ -145,7 +145,7 @@ def _head_weights(
 
 
 def _read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
-    """All tensors under the names of EAGLE's authors. Raises ConfigError."""
+    """Read all tensors, under the names of EAGLE's authors. Raises ConfigError."""
     if (folder / BIN_NAME).is_file() and not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{folder.name}: {BIN_NAME} is a pickle, which could run code: save its tensors as model.safetensors "

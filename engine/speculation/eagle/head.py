@@ -1,8 +1,9 @@
 """The layer of an EAGLE-3 head, in plain torch.
 
-With x_t a token and r_t what layers of the model have made of it, f_t = W_fc [r_t of each layer]. At position t the
-head computes a decoder layer over [norm(embedding of x_t+1), norm(f_t)], with f_t as the residual; from its output
-o_t come the logits of x_t+2, over the head's own vocabulary. Beyond the model's last token, o_t-1 stands for f_t.
+With x_t a token and r_t the residuals that enter some of the model's layers, f_t = W_fc [r_t of each layer]. At
+position t the head computes a decoder layer over [norm(embedding of x_t+1), norm(f_t)], with f_t as the residual. Its
+output o_t gives the logits of x_t+2 over the head's own vocabulary. Beyond the model's last token, o_t-1 replaces
+f_t.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from engine.models.config import RopeConfig
 from engine.speculation.heads.kv import HeadKv, attend_last
 from kernels.elementwise import rms_norm, rotate_, silu_mul
 
-FIRST_POSITIONS = 64  # of the rotary table, which grows as they come
+FIRST_POSITIONS = 64  # positions of the rotary table, which grows on demand
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """layers: of the model, whose inputs the head reads, in rising order; a layer may occur twice."""
+    """The shape of a head. layers: the model's layers whose inputs it reads, in rising order; one may occur twice."""
 
     layers: tuple[int, ...]
     hidden_size: int
@@ -39,8 +40,8 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """embedding: (vocab, hidden), mostly the model's own. token_ids: (draft vocab,) int64, the model's token for each
-    of the head's; None: they are the same ones.
+    """The weights of a head. embedding: (vocab, hidden), usually the model's own. token_ids: (draft vocab,) int64,
+    the model's token for each of the head's tokens; None: the vocabularies are equal.
     """
 
     fc: Linear
@@ -63,7 +64,7 @@ class EagleHead:
 
     def __init__(self, shape: HeadShape, weights: HeadWeights) -> None:
         self.shape, self.weights, self.token_ids = shape, weights, weights.token_ids
-        self.layers = tuple(sorted(set(shape.layers)))  # as a runner shows them
+        self.layers = tuple(sorted(set(shape.layers)))  # without repetitions, as a runner reads them
         self._order = [self.layers.index(layer) for layer in shape.layers]
         self._rotary = self._table(FIRST_POSITIONS)
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def open_eagle_head(
     name: str, num_tokens: int, config: EngineConfig, loaded: LoadedModel, lengths: DraftLengths
 ) -> FromHead:
-    """name: folder or hub id of the head. Raises ConfigError where it does not fit the model."""
+    """Open a head. name: its folder or hub id. Raises ConfigError if it does not fit the model."""
     flag = f"--speculative eagle:{name}"
     check_ranks(flag, config)
     if config.is_simulated:
@@ -35,7 +35,7 @@ def open_eagle_head(
 
 
 def read_fitting_head(name: str, config: EngineConfig, loaded: LoadedModel) -> EagleHead:
-    """Read the head of a folder or hub id onto the model's device. Raises ConfigError where it does not fit."""
+    """Read the head of a folder or hub id onto the model's device. Raises ConfigError if it does not fit."""
     flag, files = f"--speculative eagle:{name}", resolve_model(name)
     if files.kind != "directory":
         raise ConfigError(f"{flag}: name a folder with config.json and the head's weights, or a hub id")

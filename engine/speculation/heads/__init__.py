@@ -1,1 +1,1 @@
-"""Heads of one layer over what the model has made of its tokens: what they keep, and how they draft in a runner."""
+"""Heads of one layer that read the model's hidden states: the KV they keep, and how they draft in a runner."""

@@ -1,24 +1,24 @@
-"""What a head of one layer keeps of a sequence's positions."""
+"""The KV that a head of one layer keeps for a sequence."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import functional
 
-FIRST_CAPACITY = 64  # tokens; doubled as they come
+FIRST_CAPACITY = 64  # tokens; grows by doubling
 
 
 class HeadKv:
-    """K and V, or latents, of one sequence, from the first position on that was computed here."""
+    """K and V, or latents, of one sequence, from the first position on that this engine computed."""
 
     def __init__(self) -> None:
         self.first, self.end = 0, 0  # positions
         self._held: Tensor | None = None
 
     def put(self, start: int, kv: Tensor) -> None:
-        """Set what is kept, (n, planes, kv_heads, head_dim), from position `start` on; later ones are dropped.
+        """Store KV (n, planes, kv_heads, head_dim) from position `start` on, and drop later positions.
 
-        Where the positions before are missing, all earlier ones are dropped, too.
+        If the positions before `start` are missing, all earlier ones are dropped, too.
         """
         if not self.first <= start <= self.end:
             self.first = self.end = start
@@ -34,16 +34,13 @@ class HeadKv:
 
     @property
     def held(self) -> Tensor:
-        """(planes, kv_heads, n, head_dim) of positions `first` to `end`."""
+        """KV (planes, kv_heads, n, head_dim) of positions `first` to `end`."""
         assert self._held is not None, "K and V of a position are put before it attends"
         return self._held[:, :, : self.end - self.first]
 
 
 def attend_last(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of a sequence's last position: (num_heads, value_dim).
-
-    q: (num_heads, head_dim); keys: (kv_heads, n, head_dim); values: (kv_heads, n, value_dim).
-    """
-    # Heads that share K and V are as many queries, of which none is later than another.
+    """Compute attention for a sequence's last position: (num_heads, value_dim)."""
+    # Heads that share K and V are passed as queries; no mask is needed, since all have the same position.
     queries = q.view(1, keys.shape[0], -1, q.shape[1])
     return functional.scaled_dot_product_attention(queries, keys[None], values[None]).flatten(0, 2)

@@ -1,7 +1,7 @@
-"""Drafts by a head of one layer: what the model has made of a request's tokens, and the token sampled last.
+"""Drafts by a head of one layer from the model's hidden states of a request and the token sampled last.
 
-The head keeps K and V of each request, from the first position on that this engine computes. Of what came from a
-prefix cache or a peer it knows nothing: it drafts by the text after that, and its drafts are accepted less often.
+The head keeps K and V of each request from the first position on that this engine computes. It lacks the positions
+that came from a prefix cache or a peer, and drafts from the text after them, with a lower acceptance.
 """
 
 from __future__ import annotations
@@ -28,47 +28,48 @@ from engine.speculation.heads.watching import Residuals
 
 
 class Head(Protocol):
-    """One layer over sequences: at position t it reads what the model has made of x_t, f_t, and the token x_t+1.
+    """One layer over sequences. At position t it reads f_t, made of the model's residuals of x_t, and the token
+    x_t+1.
 
-    From its output o_t come the logits of x_t+2. Beyond the model's last token, o_t-1 stands for f_t. K and V of a
-    position depend on its inputs alone, since there is one layer: a text that nothing is drafted for costs no
-    attention. And only the last position of a sequence ever attends.
+    Its output o_t gives the logits of x_t+2. Beyond the model's last token, o_t-1 replaces f_t. K and V of a position
+    depend only on its inputs, since there is one layer; so attention is needed only when drafting, and only for the
+    last position of a sequence.
     """
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """What it reads of the model, see Proposer."""
+        """The model's layers whose inputs it reads, see Proposer."""
         ...
 
     @property
     def token_ids(self) -> Tensor | None:
-        """(draft vocab,) int64, the model's token for each of the head's; None: they are the same ones."""
+        """(draft vocab,) int64, the model's token for each of the head's tokens; None: the vocabularies are equal."""
         ...
 
     def join(self, residuals: Sequence[Tensor]) -> Tensor:
-        """f (n, hidden) of the residuals ahead of `layers`, (n, model's hidden) each."""
+        """Compute f (n, hidden) from the residuals that enter `layers`, (n, model's hidden) each."""
         ...
 
     def inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's inputs (n, in). token_ids: (n,), the next one of each position; hidden: f, or o of drafts."""
+        """Compute the layer's inputs (n, in). token_ids: (n,), of each next position; hidden: f, or o for drafts."""
         ...
 
     def keys_and_values(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """What is kept (n, planes, kv_heads, head_dim) of positions (n,)."""
+        """Compute the KV to keep (n, planes, kv_heads, head_dim) for positions (n,)."""
         ...
 
     def outputs(self, inputs: Tensor, hidden: Tensor, positions: Tensor, kvs: Sequence[HeadKv]) -> Tensor:
-        """o (n, hidden) of the last position of each sequence, whose K and V are in its `kvs`."""
+        """Compute o (n, hidden) for the last position of each sequence, whose K and V are in its `kvs` already."""
         ...
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """(n, draft vocab)."""
+        """Compute logits (n, draft vocab)."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class Positions:
-    """Positions of a sequence from `start` on, and what the model's layers have made of them: f (n, hidden)."""
+    """Positions of a sequence from `start` on, and f (n, hidden) of each."""
 
     start: int
     hidden: Tensor
@@ -76,22 +77,22 @@ class Positions:
 
 @dataclass(slots=True)
 class Followed(Drafting):
-    """A request as the head sees it. state: tokens known, and drafts after them."""
+    """A request as the head follows it. state: the known tokens, followed by drafts."""
 
     state: RequestState
-    most: int  # drafts
+    most: int  # most drafts
     kv: HeadKv = field(default_factory=HeadKv)
-    fresh: Positions | None = None  # of the row that is being sampled
-    last: tuple[Tensor, Tensor] | None = None  # of the position before the last token: the layer's inputs, and f
+    fresh: Positions | None = None  # positions of the row that is being sampled
+    last: tuple[Tensor, Tensor] | None = None  # the layer's inputs and f at the position before the last token
 
     def update(self, token_ids: Sequence[TokenId]) -> None:
-        """Take the tokens that are known by now."""
+        """Add the tokens sampled since."""
         self.state.token_ids[self.num_known :] = token_ids[self.num_known :]
         self.num_known = len(token_ids)
 
 
 class FromHead(FromModel):
-    """Proposes what a head says."""
+    """Proposes the drafts of a head."""
 
     def __init__(self, head: Head, lengths: DraftLengths, num_tokens: int, vocab_size: int) -> None:
         """num_tokens: most drafts of a row. vocab_size: of the model."""
@@ -105,11 +106,11 @@ class FromHead(FromModel):
         return self._residuals.watch(model, forward)
 
     def observe(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> None:
-        """See Proposer. K and V of prompts are computed here; rows that are sampled wait for their next token."""
+        """See Proposer. Computes K and V of prompts; the last position of a sampled row waits for its next token."""
         began = time.monotonic()
         residuals = self._residuals.take()
         entries: list[tuple[Followed, ScheduledRow, RequestState]] = []
-        tokens: list[int] = []  # of these, among all
+        tokens: list[int] = []  # indices of their tokens in the step
         end = 0
         for row, request in zip(rows, requests, strict=True):
             begin, end = end, end + row.num_tokens
@@ -149,7 +150,7 @@ class FromHead(FromModel):
         self._lengths.exclude(time.monotonic() - began)
 
     def _follow(self, request: RequestState) -> Followed | None:
-        """None: nothing will be drafted for the request."""
+        """Return the request as followed; None if nothing will be drafted for it."""
         if request.drafter is None and not (request.prefill_only or request.params.pooling):
             most = most_drafts(request, self._num_tokens)
             if most:
@@ -159,7 +160,7 @@ class FromHead(FromModel):
         return request.drafter if isinstance(request.drafter, Followed) else None
 
     def _take(self, all_followed: Sequence[Followed]) -> None:
-        """Compute K and V of fresh positions, as far as the next token of each is known."""
+        """Compute K and V of fresh positions whose next token is known."""
         taken: list[tuple[Followed, Positions]] = []
         for followed in all_followed:
             fresh, followed.fresh, followed.last = followed.fresh, None, None
@@ -215,7 +216,7 @@ class FromHead(FromModel):
                 followed.kv.put(followed.kv.end, own[None])
 
     def _add_samples(self, drafting: Sequence[Followed], logits: Tensor) -> list[int]:
-        """Add a draft to each request. Returns the indices of those that have got one."""
+        """Add a draft to each request. Returns the indices of the requests that got one."""
         got = []
         for index, (token_id, logprob, distribution) in enumerate(self._sampled(drafting, logits.float())):
             if token_id >= 0:
@@ -225,8 +226,9 @@ class FromHead(FromModel):
         return got
 
     def _sampled(self, drafting: Sequence[Followed], logits: Tensor) -> list[tuple[TokenId, float, Tensor | None]]:
-        """A token of the model, negative where there is none, the log-probability that the head gives it, and the
-        distribution that it was drawn from, if it is kept."""
+        """Sample a token of the model for each request, negative if there is none. Returns it with its
+        log-probability and, if it is kept, the distribution that it was drawn from.
+        """
         own_ids = self._head.token_ids
         states = [followed.state for followed in drafting]
         if all(state.params.temperature == 0 and not state.changes_logits for state in states):
@@ -234,7 +236,7 @@ class FromHead(FromModel):
             token_ids = indices if own_ids is None else own_ids[indices]
             logprobs = (best - logits.logsumexp(dim=-1)).nan_to_num_(nan=float("-inf"))
             return [(*entry, None) for entry in zip(token_ids.tolist(), logprobs.tolist(), strict=True)]
-        if own_ids is not None:  # the others' logits do not matter: the head cannot propose them
+        if own_ids is not None:  # the other tokens' logits do not matter, since the head cannot propose them
             whole = logits.new_full((len(states), self._vocab_size), float("-inf"))
             whole[:, own_ids] = logits
             logits = whole

@@ -1,4 +1,4 @@
-"""A forward pass in which somebody reads the residual ahead of some layers."""
+"""A forward pass that shows the residual that enters given layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ See = Callable[[int, Tensor], object]
 
 
 class Residuals:
-    """What passes on a CPU leave of the residual ahead of `layers`, which are in rising order."""
+    """Keeps the residuals that enter `layers`, which are in rising order, of passes on a CPU."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = layers
@@ -39,10 +39,10 @@ class Residuals:
 
 
 def watched(forward: Forward[S, P], model: Model, layers: Sequence[int], see: See) -> Forward[S, P]:
-    """Return the pass over `model`, which lets `see` read the residual ahead of these layers in every step.
+    """Return a forward pass over `model` that calls `see` with the residual that enters each of these layers.
 
-    It is told the index of the layer here; that of one which occurs twice is the first. Behind the last layer: their
-    number. What was pending has been added by then. The residual changes afterwards: a copy is the caller's to make.
+    `see` gets the index in `layers`, the first one of a layer that occurs twice. The number of layers stands for the
+    end of the model. The residual includes the pending output. It changes later, so the caller copies it if needed.
     """
     seen = {
         index: partial(see, layers.index(block.inner.layer))
@@ -51,7 +51,7 @@ def watched(forward: Forward[S, P], model: Model, layers: Sequence[int], see: Se
     }
     if (num_layers := model.config.num_layers) in layers:
         seen[len(model.blocks)] = partial(see, layers.index(num_layers))
-    num_fused = len(model.blocks) - len(forward.ops)  # into the start
+    num_fused = len(model.blocks) - len(forward.ops)  # blocks that `start` computes
     start, ops, final = forward.start, list(forward.ops), forward.final
     for index, read in seen.items():
         if index < num_fused:
@@ -67,7 +67,7 @@ def watched(forward: Forward[S, P], model: Model, layers: Sequence[int], see: Se
 def _seen_start(start: Callable[[S], Stream[P]], read: Callable[[Tensor], object]) -> Callable[[S], Stream[P]]:
     def seen_start(step: S) -> Stream[P]:
         stream = start(step)
-        read(stream.residual)  # the embedding's rows: the op's output is pending
+        read(stream.residual)  # the embedding: the first op's output is still pending
         return stream
 
     return seen_start
@@ -76,7 +76,7 @@ def _seen_start(start: Callable[[S], Stream[P]], read: Callable[[Tensor], object
 def _seen(fold: Callable[[Tensor, P | None], X], read: Callable[[Tensor], object]) -> Callable[[Tensor, P | None], X]:
     def seen_fold(residual: Tensor, pending: P | None) -> X:
         x = fold(residual, pending)
-        read(residual)  # the fold has added `pending` in place
+        read(residual)  # `fold` has added `pending` in place
         return x
 
     return seen_fold

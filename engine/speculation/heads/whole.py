@@ -1,6 +1,6 @@
-"""What a head takes of the model that it drafts for: embedding and output projection, whole where ranks divide them.
+"""The model's embedding and output projection, whole even if ranks shard them, for a head that drafts for it.
 
-Only rank 0's process has the head. It reads residuals after the all-reduce, which every rank holds whole.
+Only rank 0 has the head. It reads residuals after the all-reduce, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def check_ranks(flag: str, config: EngineConfig) -> None:
     """Raise ConfigError where rank 0 does not see all of a step's hidden states."""
     if config.pp > 1:
         raise ConfigError(f"{flag}: the head reads layers of the whole model; leave out --pp")
-    if getattr(config, "expert_exchange", "sum") != "sum":  # a setting of a wing that may be absent
+    if getattr(config, "expert_exchange", "sum") != "sum":  # this setting's wing may be absent
         raise ConfigError(f"{flag}: with --expert-exchange dispatch a rank has a part of the tokens; use sum")
 
 
 def whole_vocabulary(config: EngineConfig, loaded: LoadedModel) -> tuple[Tensor, Linear]:
-    """Embedding (vocab, hidden) and output projection. With several ranks they are read once more."""
+    """Return the embedding (vocab, hidden) and output projection; with several ranks, read from the files again."""
     model = loaded.config
     if loaded.shard.size == 1:
         return loaded.model.embedding, loaded.model.head

@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed the last few tokens when they stood in the sequence before.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last few tokens.
 
-Good where an answer repeats its prompt or itself: quotes, corrections, code, summaries.
+It suits answers that repeat the prompt or themselves: quotes, corrections, code, summaries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUM_KINDS = LONGEST_MATCH + 1
 
 
 class NgramDrafter(Drafter):
-    """The tokens after the latest occurrence of the longest suffix that has one, `min_ngram` to `max_ngram` long."""
+    """Drafts what followed the latest occurrence of the longest matching suffix, `min_ngram` to `max_ngram` long."""
 
     def __init__(self, max_ngram: int, min_ngram: int) -> None:
         self._max = max_ngram
@@ -36,6 +36,6 @@ class NgramDrafter(Drafter):
         if not found:
             return Proposal()
         following = token_ids[found : found + max_tokens]
-        if len(following) < max_tokens:  # it reaches the end of the sequence: go on as a period
+        if len(following) < max_tokens:  # the match reaches the end of the sequence: repeat it as a period
             following *= -(-max_tokens // len(following))
         return Proposal(following[:max_tokens], [min(longest + i, LONGEST_MATCH) for i in range(max_tokens)])

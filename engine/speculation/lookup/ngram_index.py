@@ -1,7 +1,7 @@
-"""Where a sequence has its n-grams: a dictionary of where each stood last and, from there, where before that.
+"""An index of a sequence's n-grams: a dictionary of latest occurrences, and links to the previous ones.
 
-Both grow with the sequence, so that a call costs what the new tokens cost and not the whole sequence. These are the
-hash chains of LZ77 compressors; a suffix tree finds the same and takes an object per token and depth.
+Both grow with the sequence, so a call's cost depends on the new tokens, not on the whole sequence. The links are the
+hash chains of LZ77 compressors; a suffix tree finds the same matches, but needs an object per token and depth.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.request import TokenId
 
-MAX_OCCURRENCES = 64  # looked at in one call, the latest ones: a frequent n-gram must not make a step longer
+MAX_OCCURRENCES = 64  # most occurrences per call, the latest ones, so that a frequent n-gram does not delay a step
 
 
 class NgramIndex:
-    """N-grams of one size in one sequence."""
+    """The n-grams of one size in one sequence."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._latest: dict[tuple[TokenId, ...], int] = {}  # the end of an n-gram's latest occurrence
-        self._previous = [0] * size  # by end of an occurrence: that of the one before; 0: none
+        self._previous = [0] * size  # by the end of an occurrence: the end of the previous one; 0: none
 
     def extend(self, token_ids: Sequence[TokenId]) -> None:
-        """Take in the n-grams that end before the last token: a suffix is not an occurrence of itself.
+        """Add the n-grams that end before the last token: a suffix is not its own occurrence.
 
-        token_ids: the sequence, which has grown at its end.
+        token_ids: the sequence, with new tokens at its end.
         """
         latest, previous, size = self._latest, self._previous, self._size
         for end in range(len(previous), len(token_ids)):
@@ -37,9 +37,9 @@ class NgramIndex:
     def matches(
         self, token_ids: Sequence[TokenId], suffix_of: Sequence[TokenId], longest: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield where the last tokens of `suffix_of` occurred in the sequence, latest first.
+        """Yield the occurrences of the last tokens of `suffix_of` in the sequence, latest first.
 
-        Each is the end of the occurrence, and how many tokens match there, at most `longest`.
+        Each is the end of the occurrence and its number of matching tokens, at most `longest`.
         """
         end = self._latest.get(tuple(suffix_of[-self._size :]), 0)
         for _ in range(MAX_OCCURRENCES):

@@ -1,7 +1,7 @@
-"""Suffix decoding: what followed the longest suffix in the request's own text, and in the engine's earlier answers.
+"""Suffix decoding: drafts what followed the longest matching suffix in the request or in earlier answers.
 
-Good where requests resemble each other: agents that edit the same files, programs that ask the same thing again. As
-in SuffixDecoding (arXiv:2411.04975) each draft is the token that most occurrences continue with.
+It suits requests that resemble each other: agents that edit the same files, programs that repeat a question. As in
+SuffixDecoding (arXiv:2411.04975), each draft is the most frequent continuation.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from engine.request import TokenId
     from engine.request_states import RequestState
 
-SIZE = 3  # of the n-grams that are looked up: shorter matches tell little
-LONGEST = 32  # tokens of a match that are compared
+SIZE = 3  # of the n-grams that are looked up; shorter matches predict little
+LONGEST = 32  # most tokens of a match
 SEPARATOR = -1  # between answers
 MAX_SALTS = 256
-NUM_KINDS = 3 * (LONGEST_MATCH + 1)  # by the share of occurrences: less than half, half or more, all
+NUM_KINDS = 3 * (LONGEST_MATCH + 1)  # match length, times the share of occurrences: less than half, half or more, all
 
 
 class Answers:
-    """Earlier answers, one after the other, the latest of them up to `max_tokens` tokens."""
+    """Earlier answers, concatenated; the latest `max_tokens` tokens of them."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -33,7 +33,7 @@ class Answers:
         self.index = NgramIndex(SIZE)
 
     def add(self, answer: Sequence[TokenId]) -> None:
-        if len(self.token_ids) > 2 * self._max_tokens:  # seldom, since it takes a microsecond a token
+        if len(self.token_ids) > 2 * self._max_tokens:  # rarely: it takes a microsecond per token
             del self.token_ids[: -self._max_tokens]
             self.index = NgramIndex(SIZE)
         self.token_ids += answer[-self._max_tokens :]
@@ -42,7 +42,7 @@ class Answers:
 
 
 class AnswersBySalt:
-    """Answers of one engine, by the cache salt of their requests: those of others stay hidden."""
+    """An engine's answers by the cache salt of their requests, which hides them from other clients."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -59,7 +59,7 @@ class AnswersBySalt:
 
 
 class SuffixDrafter(Drafter):
-    """Drafts of one request."""
+    """Drafts for one request."""
 
     def __init__(self, answers: Answers, request: RequestState) -> None:
         self._answers = answers
@@ -67,7 +67,7 @@ class SuffixDrafter(Drafter):
         self._own = NgramIndex(SIZE)
 
     def propose(self, token_ids: list[TokenId], max_tokens: int) -> Proposal:
-        """See Drafter. A draft's kind is the length of the match, and the share of occurrences that go on with it."""
+        """See Drafter. A draft's kind: length of the match, and share of occurrences that continue with the draft."""
         self._own.extend(token_ids)
         places: list[tuple[int, Sequence[TokenId], int]] = [
             (length, text, end)
@@ -81,14 +81,14 @@ class SuffixDrafter(Drafter):
         return _by_votes(best, token_ids, longest, max_tokens)
 
     def end(self) -> None:
-        """Keep the answer for others."""
+        """Add the answer to those that later requests look up."""
         self._answers.add(self._request.output_token_ids)
 
 
 def _by_votes(
     places: list[tuple[Sequence[TokenId], int]], own: Sequence[TokenId], longest: int, max_tokens: int
 ) -> Proposal:
-    """Go on as most places do, and from there as most of those that did. places: texts, and positions in them."""
+    """Draft what most places continue with, and then what most of these places do. places: texts and positions."""
     drafts: list[TokenId] = []
     kinds: list[int] = []
     while len(drafts) < max_tokens:
@@ -106,4 +106,4 @@ def _by_votes(
 def _next(text: Sequence[TokenId], end: int, drafts: Sequence[TokenId], own: Sequence[TokenId]) -> TokenId:
     if end < len(text):
         return text[end]
-    return drafts[end - len(text)] if text is own else SEPARATOR  # a match at the end of its own text: a period
+    return drafts[end - len(text)] if text is own else SEPARATOR  # a match at the end of its own text is a period

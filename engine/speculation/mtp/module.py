@@ -1,11 +1,11 @@
-"""A module for multi-token prediction, in plain torch: a layer of the model's own kind over its hidden states.
+"""A module for multi-token prediction, in plain torch: a decoder layer over the model's hidden states.
 
 With h_t the model's normed hidden state of token x_t, the module computes a decoder layer at position t over
 
     W [norm(embedding of x_t+1), norm(h_t)]
 
-which is the residual, too. Its output, normed, is o_t: the model's head makes the logits of x_t+2 of it. Drafts
-after the first are the same module's: o_t-1 stands for h_t there.
+which is also the residual. Its normed output is o_t, from which the model's head computes the logits of x_t+2. The
+same module computes the drafts after the first, with o_t-1 in place of h_t.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kernels.elementwise import rms_norm
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
-    """model_norm, rotary: the model's, and mostly embedding (vocab, hidden) and head, too. joint: W. blocks: of the
-    decoder layer. hidden_dtype: of the head's input.
+    """The weights of a module. model_norm, rotary: the model's; embedding (vocab, hidden) and head usually, too.
+    joint: W. blocks: of the decoder layer. hidden_dtype: of the head's input.
     """
 
     model_norm: Tensor
@@ -74,13 +74,13 @@ class MtpModule:
             q, kv = block.heads(qkv, rotation)
             kept.append(kv)
             _, values = block.context(kv[:1].permute(1, 2, 0, 3))
-            return block.outputs(q.new_zeros(1, q.shape[1], values.shape[2]))  # nobody reads what comes of it
+            return block.outputs(q.new_zeros(1, q.shape[1], values.shape[2]))  # the result is not used
 
         self._run(self.attention, inputs, attend)
         return kept[0]
 
     def outputs(self, inputs: Tensor, hidden: Tensor, positions: Tensor, kvs: Sequence[HeadKv]) -> Tensor:
-        """See Head: normed."""
+        """See Head: the normed o."""
         held, rotation, residual = self.weights, self._rotation(positions), inputs.float()
 
         def attend(block: AttentionBlock, qkv: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ class MtpModule:
         return self.weights.head(outputs.to(self.weights.hidden_dtype))
 
     def _run(self, block: Block, residual: Tensor, attend: Attend) -> Tensor:
-        no_tokens = torch.empty(0, dtype=torch.int64)  # which blocks do not read
+        no_tokens = torch.empty(0, dtype=torch.int64)  # blocks do not read them
         return block(rms_norm(residual, block.norm, block.eps), Step(no_tokens, no_tokens, attend))
 
     def _rotation(self, positions: Tensor) -> Rotation:
-        """Drafts beyond the model's last position are never accepted, wherever they are rotated to."""
+        """Return the rotation, clamped to the table: drafts beyond the model's last position are never accepted."""
         table = self.weights.rotary
         return Rotation.of(table, positions.clamp(max=table.shape[0] - 1))

@@ -1,7 +1,7 @@
-"""Reads a module for multi-token prediction from the files of the model that it is part of, and lets it draft.
+"""Reads the module for multi-token prediction from the model's files, and lets it draft.
 
-The decoder layer is one that the model's family makes: of a model with a layer more, all of whose other weights come
-without storage. So quantized checkpoints and `--quant-mode` are as they are for the model's own layers.
+The model's family builds the decoder layer: it builds a model with one more layer, whose other weights have no
+storage. So quantized checkpoints and `--quant-mode` work as for the model's own layers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ FLAG = "--speculative mtp"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a family's files call a module's own weights, without `.weight`.
+    """A family's names of the module's own weights, without `.weight`.
 
-    layer: the first module; {}: the number of the model's layers. embedding, head: which may be there once more.
-    hidden_first: `joint` reads the hidden state before the embedding.
+    layer: the first module; {}: the number of the model's layers. embedding, head: optional copies. hidden_first:
+    `joint` reads the hidden state before the embedding.
     """
 
     layer: str = "model.layers.{}"
@@ -63,7 +63,7 @@ FAMILIES = {"DeepseekV3ForCausalLM": Names(), "MiMoForCausalLM": MIMO}
 
 
 class Renamed(PartSource):
-    """The weights of `source`, of which those of the layer `asked` are stored as those of the layer `stored`."""
+    """The weights of `source`, with those of the layer `stored` under the name of the layer `asked`."""
 
     def __init__(self, source: PartSource, asked: str, stored: str) -> None:
         self._source, self._asked, self._stored = source, f"{asked}.", f"{stored}."
@@ -77,7 +77,7 @@ class Renamed(PartSource):
 
 
 def open_module(num_tokens: int, config: EngineConfig, loaded: LoadedModel, lengths: DraftLengths) -> FromHead:
-    """Raises ConfigError where the model has no module, or one that is not served."""
+    """Open the model's module. Raises ConfigError if it has none, or one that is not supported."""
     check_ranks(FLAG, config)
     if config.is_simulated:
         raise ConfigError(f"{FLAG}: --simulated-steps compute nothing that the module could read")
@@ -120,7 +120,7 @@ def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedMo
             of_model = source.weights.take("lm_head.weight", (config.vocab_size, hidden))
         head = None if torch.equal(head, of_model) else head
     is_own = head is not None or loaded.shard.size > 1
-    hidden_dtype = loaded.dtype if is_own else model.hidden_dtype  # what the output projection reads
+    hidden_dtype = loaded.dtype if is_own else model.hidden_dtype  # the dtype that the output projection reads
     joint = found[names.joint].roll(hidden, 1) if names.hidden_first else found[names.joint]
     return MtpModule(
         ModuleWeights(
@@ -136,7 +136,7 @@ def read_module(files: ModelFiles, engine_config: EngineConfig, loaded: LoadedMo
 def _read(
     source: Source, engine_config: EngineConfig, loaded: LoadedModel, layer: str, own: Mapping[str, Shape]
 ) -> tuple[list[Block], dict[str, Tensor]]:
-    """The blocks of the decoder layer of that name, after the model's last one, and the module's own weights."""
+    """Read the blocks of this decoder layer, as the one after the model's last, and the module's own weights."""
     asked = f"model.layers.{source.config.num_layers}"
     source = replace(source, config=replace(source.config, num_layers=source.config.num_layers + 1, expert_slots=()))
     config, weights = source.config, source.weights

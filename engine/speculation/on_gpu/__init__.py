@@ -1,1 +1,1 @@
-"""Draft models and EAGLE-3 heads on the GPU of their model: what the host queues, and their part of the memory."""
+"""Draft models, EAGLE-3 heads and MTP modules on the model's GPU: what the host queues, and their share of memory."""

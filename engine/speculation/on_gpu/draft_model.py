@@ -1,6 +1,6 @@
-"""Drafts by a draft model on a GPU: each pass takes the token that the one before has sampled from the device.
+"""Drafts by a draft model on a GPU: each pass takes the previous pass's token from the device.
 
-The host queues all passes of a step's drafts and waits once, for the last. How many there are it decides before.
+The host decides the number of passes first, queues all of them and waits once, for the last.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from engine.speculation.overlap import Overlap
 
 
 class GpuDraftRunner(GpuRunner):
-    """Runs rows of states that somebody else keeps."""
+    """Runs rows of request states that its caller keeps."""
 
     def __init__(self, num_passes: int, *args: Any) -> None:
-        """num_passes: that are queued before any is waited for. args: of GpuRunner."""
+        """num_passes: most passes that are queued before the first is waited for. args: of GpuRunner."""
         self.least_buffers = num_passes + 1
         super().__init__(*args)
         self.max_queries = self._max_rows
 
     @torch.inference_mode()
     def queue(self, rows: Sequence[ScheduledRow], states: Sequence[RequestState]) -> GpuStep:
-        """Queue a pass. A row's token that its state does not have yet is what the pass before has sampled."""
+        """Queue a pass. A token that a row's state does not have yet is the one sampled by the previous pass."""
         return self._launch_rows(rows, states)
 
     def _open_decodes(self, forward: FusedForward) -> DecodeSteps:
@@ -48,9 +48,9 @@ class GpuDraftRunner(GpuRunner):
 
 
 class DraftModelSteps(DraftSteps):
-    """Steps whose rows have one or more known tokens: the target model's, that the draft model has not computed yet.
+    """Steps whose rows have one or more known tokens, those that the draft model has not computed yet.
 
-    So a row's token is the one sampled after its last query.
+    So the token sampled after a row's last query is the row's token.
     """
 
     def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
@@ -60,7 +60,7 @@ class DraftModelSteps(DraftSteps):
         super().queue(batch, turn, step)
 
     def _upload_known(self, batch: GpuBatch) -> None:
-        """Correct last tokens: the device has the last draft there, and the target model may have said otherwise."""
+        """Correct last tokens: the device has the last drafts there, which the target model may have rejected."""
         known = [
             (device_row, state.token_ids[row.start])
             for device_row, row, state in zip(batch.device_rows, batch.rows, batch.requests, strict=True)
@@ -83,11 +83,11 @@ class DraftModelSteps(DraftSteps):
 
 
 class FromGpuDraftModel(FromDraftModel):
-    """Proposes what a draft model on the target's GPU generates."""
+    """Proposes the tokens of a draft model on the target's GPU."""
 
     def __init__(self, runner: GpuDraftRunner, overlap: Overlap | None, *args: Any) -> None:
-        """overlap: nothing is drafted while steps overlap, since passes would wait for the next step. args: further
-        ones of FromDraftModel.
+        """overlap: nothing is drafted while steps overlap, since passes would wait for the next step. args: the other
+        arguments of FromDraftModel.
         """
         super().__init__(*args)
         self.runner: GpuDraftRunner = runner
@@ -106,7 +106,7 @@ class FromGpuDraftModel(FromDraftModel):
         return followed
 
     def _draft(self, wanted: list[tuple[Followed, int]], num_rows: int) -> None:
-        # Rows whose logits have rules take no drafts on a GPU.
+        # On a GPU, rows whose logits have rules get no drafts.
         rows = self._first_rows([entry for entry in wanted if not entry[0].state.changes_logits])
         if not rows:
             return
@@ -132,15 +132,15 @@ class FromGpuDraftModel(FromDraftModel):
             self._times.observe(len(passes[0][0]), 0, (time.monotonic() - began) / len(passes))
 
     def _name_known_tokens(self, plan: Sequence[ScheduledRow], states: Sequence[RequestState]) -> None:
-        """Let rows of several tokens be queries of decode kernels, where a pass has few of them."""
+        """Pass known tokens as drafts, so that decode kernels compute them as queries, if there are few."""
         if sum(row.num_tokens for row in plan) <= self.runner.max_queries:
             for row, state in zip(plan, states, strict=True):
                 row.draft_token_ids = tuple(state.token_ids[row.start + 1 : row.stop])
 
     def _take_all(self, passes: Sequence[tuple[list[DraftRow], GpuStep]]) -> None:
-        """Take the tokens of all passes. A row ends where it has none that the target model knows.
+        """Add the tokens of all passes. A row ends at a token that the target model does not have.
 
-        A draft's kind is its number here: to compute its probability would take half as long as the pass.
+        A draft's kind is its number here: computing its probability would take half as long as the pass.
         """
         ended: dict[int, Followed] = {}
         for rows, step in passes:
@@ -160,7 +160,7 @@ class FromGpuDraftModel(FromDraftModel):
 
 
 def kind_of(number: int) -> int:
-    """Kind of a request's first, second, ... draft of a step."""
+    """Return the kind of a request's first, second, ... draft of a step."""
     return min(number, NUM_KINDS) - 1
 
 
@@ -168,10 +168,10 @@ def best_length(
     rows: Sequence[tuple[DraftRecord, int]], num_rows: int, lengths: DraftLengths, pass_seconds: float,
     acceptance: Acceptance,
 ) -> int:  # fmt: skip
-    """Passes that give the most tokens per second. They take much the same time for few rows and for many, so all
-    rows have as many drafts.
+    """Return the number of passes with the most tokens per second. All rows get as many drafts, since a pass takes
+    about the same time for few rows as for many.
 
-    rows: that are drafted for, and the most drafts of each. num_rows: of the step.
+    rows: those to draft for, and the most drafts of each. num_rows: of the step.
     """
     longest = max(most for _, most in rows)
     if not lengths.is_adaptive or not lengths.cost.base or not pass_seconds:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on a GPU. `engine/speculation/eagle/head.py` says what the layer computes."""
+"""An EAGLE-3 head on a GPU. See `engine/speculation/eagle/head.py` for what the layer computes."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class GpuEagleHead(GpuHead):
         return residual, self._whole(held.head(final))
 
     def _store(self, heads: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Rotate q, if it is there, and K in place; store K and V."""
+        """Rotate q, if present, and K in place; store K and V."""
         rope_and_write_kv(heads, self._rotary, positions, slots, None, 0.0, self._pool, 0)
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Logits over the model's tokens: noise belongs to their ids."""
+        """Scatter logits to the model's vocabulary, since noise belongs to its token ids."""
         own_ids = self._weights.token_ids
         if own_ids is None:
             return logits

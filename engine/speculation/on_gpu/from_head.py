@@ -1,4 +1,4 @@
-"""Drafts by an EAGLE-3 head on a GPU: the host queues all passes of a step's drafts, and waits once."""
+"""Drafts by a head on a GPU: the host queues all passes of a step's drafts and waits once."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from engine.speculation.overlap import Overlap
 
 @dataclass(slots=True)
 class Followed(Drafting):
-    """A request as the head sees it."""
+    """A request as the head follows it."""
 
 
 class FromGpuHead(FromModel):
-    """Proposes what a head on the model's GPU says."""
+    """Proposes the drafts of a head on the model's GPU."""
 
     def __init__(
         self, graphs: HeadGraphs, rows: RowTable, buckets: Sequence[int], max_model_len: int, vocab_size: int,
         overlap: Overlap | None, lengths: DraftLengths, num_tokens: int,
     ) -> None:  # fmt: skip
         """rows: of the model's runner. num_tokens: most drafts of a row. overlap: nothing is drafted while steps
-        overlap: the model's next step would run first, and what its layers made of tokens be lost.
+        overlap, since the model's next step would run first and overwrite the residuals that the head reads.
         """
         super().__init__(lengths)
         self._graphs, self._rows, self._overlap = graphs, rows, overlap
@@ -45,7 +45,7 @@ class FromGpuHead(FromModel):
         self._fields = torch.zeros(NUM_FIELDS, buckets[-1], dtype=torch.int32, pin_memory=pin)
 
     def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
-        """See Proposer. Rows of decode steps alone: a query's index is that of what layers made of it."""
+        """See Proposer. Only for rows of decode steps, where a query's index is also that of its residuals."""
         if self._overlap is not None and not self._overlap.waits:
             return
         began = time.monotonic()
@@ -71,7 +71,7 @@ class FromGpuHead(FromModel):
         self._lengths.exclude(time.monotonic() - began)
 
     def _follow(self, request: RequestState, num_new: int) -> Followed:
-        """num_new: tokens that the step has brought."""
+        """Return the request as followed. num_new: tokens that the step has sampled."""
         followed = request.drafter
         if not isinstance(followed, Followed):
             followed = request.drafter = Followed()
@@ -82,7 +82,7 @@ class FromGpuHead(FromModel):
         return followed
 
     def _draft(self, wanted: Sequence[tuple[RequestState, Followed, int, int]], num_rows: int) -> None:
-        """Draft for these requests: the most drafts of each, and the index of its last token in the step."""
+        """Draft for requests, given the most drafts of each and the index of its last token in the step."""
         began = time.monotonic()
         count = next(size for size in self._buckets if size >= len(wanted))
         fields = self._fields.numpy()

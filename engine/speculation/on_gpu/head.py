@@ -1,8 +1,8 @@
-"""A head of one layer on a GPU: it takes K and V of every token inside of the model's steps, and drafts in graphs.
+"""A head of one layer on a GPU: it stores K and V of every token within the model's steps, and drafts in CUDA graphs.
 
-Its K and V, or latents, lie in blocks of the model's own numbers, in a pool of one layer: so a prefix that the model
-finds in its cache the head finds, too. Drafts are ahead of the blocks that a request has; what does not fit into its
-last one goes to a spare block of its row. Blocks that come from elsewhere hold nothing that the head could use.
+Its K and V, or latents, are in a pool of one layer with the model's block ids, so a prefix that hits the model's
+cache has the head's KV, too. Drafts may run past a request's blocks; these go to a spare block of the row. Blocks
+that came from a peer or another tier have no KV of the head.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.gpu.steps.rows import DeviceState
 from engine.models.model import Model
 from engine.speculation.heads.watching import watched
 
-POSITION, ROW, INDEX, BLOCKS = range(4)  # of what `begin` is given
+POSITION, ROW, INDEX, BLOCKS = range(4)  # fields of `begin`
 NUM_FIELDS = BLOCKS + 1
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSize:
-    """num_blocks: of the model's pool. max_rows, max_tokens: of a step. model_size: numbers of its hidden states."""
+    """num_blocks: of the model's pool. max_rows, max_tokens: of a step. model_size: the model's hidden size."""
 
     num_blocks: int
     block_size: int
@@ -39,9 +39,9 @@ class HeadSize:
 
 
 class GpuHead(ABC):
-    """See `Observer`, whose part it is in the model's steps.
+    """Takes part in the model's steps as an `Observer`.
 
-    kv: planes, KV heads and numbers of each that are kept of a token. hidden_size: of the head, in its `dtype`.
+    kv: planes, KV heads and head dimension of a token's KV. hidden_size: of the head, in its `dtype`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GpuHead(ABC):
         planes, num_heads, head_dim = kv
         blocks = size.num_blocks + size.max_rows, 1, planes, num_heads, size.block_size, head_dim
         self._pool = torch.zeros(blocks, dtype=dtype, device=device)
-        # Of the rows that are drafted for: the last token, what the layer reads next to it, the position of that.
+        # For the rows to draft for: the last token, the hidden state that the layer reads with it, and its position.
         self._tokens = torch.zeros(size.max_rows, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(size.max_rows, hidden_size, dtype=dtype, device=device)
         self._positions = torch.zeros(size.max_rows, dtype=torch.int32, device=device)
@@ -71,7 +71,7 @@ class GpuHead(ABC):
         self._read[number, : residual.shape[0]].copy_(residual)
 
     def take(self, inputs: GpuInputs, sampled: Tensor, last: Tensor | None, lengths: Tensor | None) -> None:
-        """See Observer. Positions after a wrong draft are taken again, with what was sampled there."""
+        """See Observer. Positions after a wrong draft are stored again, with the tokens sampled there."""
         next_ids = following(inputs.token_ids, sampled, last, lengths)
         num_tokens = next_ids.shape[0]
         x = self._inputs(next_ids.clamp(min=0), self._joined(self._read[:, :num_tokens]))
@@ -80,10 +80,10 @@ class GpuHead(ABC):
     # -- drafting --------------------------------------------------------------------------------------------
 
     def begin(self, fields: Tensor, state: DeviceState) -> None:
-        """Prepare passes for n rows, from the model's last step.
+        """Prepare the passes for n rows, after the model's step.
 
-        fields: int32 (4, n): positions of the last tokens that the model computed, -1 of padding; rows on the device;
-        indices of these tokens in the step; blocks that the rows have.
+        fields: int32 (4, n): positions of the last tokens that the model computed, -1 for padding; device rows;
+        indices of these tokens in the step; numbers of blocks.
         """
         n, rows = fields.shape[1], fields[ROW].long()
         if self._tables is None:
@@ -100,10 +100,10 @@ class GpuHead(ABC):
         )
 
     def draft(self, num_rows: int, sampler: DeviceSampler) -> Tensor:
-        """Compute a pass. Returns a draft for each row, int64 (num_rows,): negative where there is none."""
+        """Compute a pass. Returns a draft for each row, int64 (num_rows,), negative if there is none."""
         assert self._tables is not None, "`begin` comes first"
         positions, hidden, tables = self._positions[:num_rows], self._hidden[:num_rows], self._tables[:num_rows]
-        # First, as kernels below read these before the one that runs ahead of them has ended.
+        # First, since kernels with programmatic dependent launch read these before their predecessor has ended.
         in_use, known, lengths = positions >= 0, positions.clamp(min=0), positions + 1
         blocks = tables.gather(1, (known // self._block_size).long()[:, None])[:, 0]
         slots = torch.where(in_use, blocks * self._block_size + known % self._block_size, -1)
@@ -117,11 +117,11 @@ class GpuHead(ABC):
 
     @abstractmethod
     def _joined(self, read: Tensor) -> Tensor:
-        """f (n, hidden) of what the model has made of n tokens, (layers, n, model's hidden)."""
+        """Compute f (n, hidden) from the model's residuals of n tokens, (layers, n, model's hidden)."""
 
     @abstractmethod
     def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's inputs (n, in), see `Head`."""
+        """Compute the layer's inputs (n, in), see `Head`."""
 
     @abstractmethod
     def _keep(self, x: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -131,14 +131,16 @@ class GpuHead(ABC):
     def _pass(
         self, x: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """o (n, hidden) and logits (n, model's vocab) of inputs, one a row. hidden: f of each, which stays.
+        """Compute o (n, hidden) and logits (n, model's vocab) for inputs, one per row. hidden: f of each, not
+        changed.
 
         tables, lengths: of the rows' keys, these included, as for `paged_decode`.
         """
 
 
 def following(token_ids: Tensor, sampled: Tensor, last: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """The tokens that follow those of a step, int64 (num_tokens,): negative where there is none. See `Observer.take`.
+    """Return the tokens that follow those of a step, int64 (num_tokens,), negative if there is none. See
+    `Observer.take`.
 
     token_ids: of the step.
     """
@@ -151,7 +153,7 @@ def following(token_ids: Tensor, sampled: Tensor, last: Tensor | None, lengths: 
 
 
 class HeadGraphs:
-    """`begin` and `draft` as CUDA graphs, for numbers of rows; without `capture` they run eagerly."""
+    """`begin` and `draft` as CUDA graphs for each bucket of rows; without `capture` they run eagerly."""
 
     def __init__(
         self,
@@ -164,12 +166,12 @@ class HeadGraphs:
         self._head, self._state, self._sampler, self._buckets = head, state, sampler, buckets
         self.device = device
         self._fields = torch.zeros(NUM_FIELDS, buckets[-1], dtype=torch.int32, device=device)
-        self.num_groups = len(state.block_tables)  # the head has the blocks of the first, whose layers see all tokens
+        self.num_groups = len(state.block_tables)  # the head uses the blocks of the first, which sees all tokens
         self._begin: dict[int, Callable[[], object]] = {}
         self._draft: dict[int, tuple[Callable[[], object], Tensor]] = {}
 
     def begin(self, num_rows: int, fields: Tensor) -> None:
-        """See GpuHead. fields: on the host, pinned; of a bucket's number of rows."""
+        """See GpuHead. fields: pinned host memory, padded to a bucket."""
         self._fields[:, :num_rows].copy_(fields, non_blocking=True)
         if num_rows in self._begin:
             self._begin[num_rows]()
@@ -185,12 +187,12 @@ class HeadGraphs:
         return drafts
 
     def capture(self) -> None:
-        """Capture graphs of all numbers of rows."""
+        """Capture graphs for all buckets."""
         pool = torch.cuda.graph_pool_handle()
         self._fields.zero_()
-        self._fields[POSITION] = -1  # nobody's rows
+        self._fields[POSITION] = -1  # all rows are padding
         for num_rows in sorted(self._buckets, reverse=True):
-            self._head.begin(self._fields[:, :num_rows], self._state)  # compiles kernels, chooses algorithms
+            self._head.begin(self._fields[:, :num_rows], self._state)  # compiles kernels and chooses algorithms
             self._head.draft(num_rows, self._sampler)
             torch.cuda.synchronize()
             begin, draft = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

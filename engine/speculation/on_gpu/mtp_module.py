@@ -1,6 +1,6 @@
-"""A module for multi-token prediction on a GPU. `engine/speculation/mtp/module.py` says what it computes.
+"""A module for multi-token prediction on a GPU. See `engine/speculation/mtp/module.py` for what it computes.
 
-Its decoder layer takes the ops and the attention that the model's own layers have, over a pool of one layer.
+Its decoder layer uses the ops and the attention of the model's own layers, over a pool of one layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GpuMtpModule(GpuHead):
     """See GpuHead."""
 
     def __init__(self, module: MtpModule, config: ModelConfig, size: HeadSize) -> None:
-        """config: the model's. The module's weights are brought into the form that ops read, in place."""
+        """config: the model's. Converts the module's weights in place to the layout that ops read."""
         held = self._weights = module.weights
         self._eps, device, dtype = config.rms_norm_eps, held.norm.device, held.norm.dtype
         kv = config.num_kv_planes, config.num_kv_heads, config.head_dim
@@ -49,7 +49,7 @@ class GpuMtpModule(GpuHead):
         self._no_tiles = torch.zeros(0, 4, dtype=torch.int32, device=device)
 
     def _lowered(self, num_rows: int) -> Sequence[GpuOp]:
-        """Ops of any number of rows, with the GEMMs that suit so many: ops of one row have another residual."""
+        """Lower for any number of rows, with the GEMMs for `num_rows`: ops of one row have another residual."""
         target = Target(num_rows, True, SINGLE_GPU.seams, self._splits)
         return [fitting(block, RULES, target)[-1].op(block, target) for block in self._weights.blocks]
 
@@ -69,7 +69,7 @@ class GpuMtpModule(GpuHead):
         inputs = GpuInputs(slots, positions, no_rows, [GroupInputs(slots, no_tables, plan)])
 
         def attend(*queries: object) -> Tensor:
-            return self._attention.attend(inputs, *queries)[:1]  # nobody reads what comes of it
+            return self._attention.attend(inputs, *queries)[:1]  # the result is not used
 
         fold, body = self._ops(MANY_ROWS)[0]
         body(fold(x, None), GpuStep(slots, slots, attend))
@@ -78,7 +78,7 @@ class GpuMtpModule(GpuHead):
         self, x: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
         held = self._weights
-        # Drafts beyond the model's last position are never accepted, wherever they are rotated to.
+        # Clamped to the table: drafts beyond the model's last position are never accepted.
         positions = positions.clamp(max=held.rotary.shape[0] - 1)
         inputs = GpuInputs(slots, positions, lengths, [GroupInputs(slots, tables)])
         self._attention.plan_decode(inputs)

@@ -1,4 +1,4 @@
-"""Opens a draft model on the GPU of its target: first the weights, then, once KV pools have their sizes, the rest."""
+"""Opens a draft model on its target's GPU: first the weights, then the rest, once the KV pools have their sizes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class OnGpu(Protocol):
     """A proposer's weights on the GPU, before the KV pool is sized."""
 
     def num_blocks_left(self, num_blocks: int) -> int:
-        """How many KV blocks the model has, where that many would fit without the proposer. Raises ConfigError."""
+        """Return how many of the KV blocks remain if the proposer takes its share. Raises ConfigError."""
         ...
 
     def join(self, runner: Any, num_blocks: int) -> None:
-        """Take part in the steps of the model's runner, whose graphs are not captured yet."""
+        """Join the steps of the model's runner, whose graphs are not captured yet."""
         ...
 
     def open(self, num_blocks: int, num_tokens: int, lengths: DraftLengths, overlap: Overlap | None) -> Proposer:
-        """Capture graphs of its own. num_blocks: of the model's pool. num_tokens: most drafts of a row."""
+        """Capture its graphs. num_blocks: of the model's pool. num_tokens: most drafts of a row."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GpuDraftModel:
-    """A draft model whose weights are on the GPU. It will have as many KV blocks as the model that it drafts for."""
+    """A draft model whose weights are on the GPU. It gets as many KV blocks as its target."""
 
     files: ModelFiles
     loaded: LoadedModel
@@ -53,10 +53,10 @@ class GpuDraftModel:
     sizes: VocabSizes
     block: PoolGeometry
     target_block_bytes: int
-    graph_bytes: int  # that its graphs will take
+    graph_bytes: int  # memory of its graphs
 
     def num_blocks_left(self, num_blocks: int) -> int:
-        """See OnGpu: both models have as many."""
+        """See OnGpu: both models get the same number of blocks."""
         room, block_bytes = num_blocks * self.target_block_bytes, self.target_block_bytes + self.block.block_bytes
         if room < self.graph_bytes + block_bytes:
             raise ConfigError(
@@ -67,12 +67,12 @@ class GpuDraftModel:
         return (room - self.graph_bytes) // block_bytes
 
     def join(self, runner: Any, num_blocks: int) -> None:
-        """See OnGpu: it has a runner of its own."""
+        """See OnGpu: it has its own runner."""
 
     def open(
         self, num_blocks: int, num_tokens: int, lengths: DraftLengths, overlap: Overlap | None
     ) -> FromGpuDraftModel:
-        """See OnGpu. Allocates its KV pool, too."""
+        """See OnGpu. Also allocates the KV pool."""
         geometry, config = replace(self.block, num_blocks=num_blocks), replace(self.config, num_gpu_blocks=num_blocks)
         max_model_len = context_in_pool(self.loaded.config.context_length(0), geometry, config)
         pool = allocate_pool(geometry, self.loaded.device)
@@ -87,7 +87,7 @@ class GpuDraftModel:
 
 
 def load_on_gpu(name: str, target_config: EngineConfig, target: LoadedModel, gpu: GpuConfig) -> GpuDraftModel:
-    """Load the weights, before KV blocks get what is left. Raises ConfigError."""
+    """Load the weights before KV blocks get the rest of memory. Raises ConfigError."""
     if target_config.pp > 1:
         raise ConfigError(f"--speculative draft:{name}: on GPUs no draft model helps pipeline stages; leave out --pp")
     files, loaded, config, sizes = load_draft_model(name, target_config, target.config.vocab_size, target.device)

@@ -1,4 +1,4 @@
-"""Opens a head of one layer on the GPU of its model: an EAGLE-3 head, or the model's own module."""
+"""Opens a head of one layer on the model's GPU: an EAGLE-3 head, or the model's MTP module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HeadOnGpu:
         self, make: Callable[[HeadSize], GpuHead], kept: int, num_layers: int, config: EngineConfig,
         loaded: LoadedModel,
     ) -> None:  # fmt: skip
-        """kept: numbers that the head keeps of a token. num_layers: of the model, that it reads."""
+        """kept: numbers of KV that the head stores per token. num_layers: of the model, whose inputs it reads."""
         self._make, self._kept, self._num_layers = make, kept, num_layers
         self._config, self._loaded = config, loaded
         self._max_model_len = loaded.config.context_length(config.max_model_len)
@@ -64,7 +64,7 @@ class HeadOnGpu:
     def join(self, runner: Any, num_blocks: int) -> None:
         """See OnGpu."""
         config, model_size = self._config, self._loaded.config.hidden_size
-        runner = getattr(runner, "local", runner)  # that of rank 0, where there are others
+        runner = getattr(runner, "local", runner)  # of rank 0, if there are several
         self._rows = runner.device_rows
         size = HeadSize(
             num_blocks, config.block_size, config.max_num_seqs, most_tokens(config), self._max_model_len, model_size
@@ -87,7 +87,7 @@ class HeadOnGpu:
 
 
 def load_eagle_head(name: str, config: EngineConfig, loaded: LoadedModel) -> HeadOnGpu:
-    """Load the weights, before KV blocks get what is left. Raises ConfigError where the head does not fit the model.
+    """Load the head before KV blocks get the rest of memory. Raises ConfigError if it does not fit the model.
 
     name: folder or hub id of the head. loaded: the model.
     """
@@ -95,7 +95,7 @@ def load_eagle_head(name: str, config: EngineConfig, loaded: LoadedModel) -> Hea
     check_ranks(flag, config)
     if not model.is_causal:
         raise ConfigError(f"{flag}: {config.model} generates no text")
-    if model.windows and all(model.windows):  # whose blocks go back while the head still reads them
+    if model.windows and all(model.windows):  # blocks of windows are freed while the head still needs them
         raise ConfigError(
             f"{flag}: on GPUs a head needs a model with a layer that sees all tokens, not windows alone"
         )
@@ -112,7 +112,7 @@ def load_eagle_head(name: str, config: EngineConfig, loaded: LoadedModel) -> Hea
 
 
 def load_module(config: EngineConfig, loaded: LoadedModel) -> HeadOnGpu:
-    """Load the weights of the model's own module, likewise."""
+    """Load the model's own MTP module before KV blocks get the rest of memory. Raises ConfigError."""
     check_ranks(FLAG, config)
     with torch.inference_mode():
         module = read_module(resolve_model(config.model), config, loaded)

@@ -1,4 +1,4 @@
-"""Grouped-query attention of rows with several queries: those of a group read keys and values together."""
+"""Grouped-query attention for rows with several queries, which load keys and values once for a group of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kernels.gpu.speculation.paged_verify import paged_verify
 
 
 def attention() -> type[GroupedQueries]:
-    """What models with grouped queries attend by."""
+    """Return the attention of models with grouped queries."""
     return VerifiedQueries
 
 
 class VerifiedQueries(GroupedQueries):
-    """Queries attend in groups where the step has any, see `GpuInputs.query_groups`, but for windows and sinks."""
+    """Queries attend in groups if the step has any, see `GpuInputs.query_groups`; not with windows or sinks."""
 
     def __init__(self, model: Model, *args: Any) -> None:
-        """args: further ones of GroupedQueries."""
+        """args: the other arguments of GroupedQueries."""
         self.most_queries = most_queries(model.config.num_heads // model.config.num_kv_heads)
         self._has_sinks = any(isinstance(each, Attention) and each.sinks is not None for each in model.blocks)
         super().__init__(model, *args)

@@ -1,1 +1,1 @@
-"""Kernels of steps whose rows have drafts."""
+"""Kernels for steps whose rows have drafts."""

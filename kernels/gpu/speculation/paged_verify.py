@@ -1,11 +1,11 @@
-"""Decode attention of rows with several queries, as steps that verify drafts have: their K and V are read once.
+"""Decode attention for rows with several queries, as in steps that verify drafts; loads their K and V once.
 
 For each query and head:  out = softmax(q K^T / sqrt(head_dim)) V  over the first `length` keys of its row.
 
-Queries of a row follow each other, each with one key more. A group of them fills the M of `tl.dot` with its heads:
-row m of a program's tile is head m % GROUP of query m // GROUP, and sees no keys beyond that query's length. Programs
-share keys as in `paged_decode`, where a group is what a row is there, with the length of its last query. A run may
-hold no key that an earlier query sees; its partial result has no weight then.
+A row's queries are contiguous, each with one more key than the one before. A group of queries fills the M of `tl.dot`
+with its heads: row m of a program's tile is head m % GROUP of query m // GROUP, and sees no keys beyond that query's
+length. Programs share keys as in `paged_decode`, with a group in place of a row there and the length of its last
+query. A program's keys may all be too late for an earlier query; that partial result gets no weight.
 
 Reference: `attend_causally` of `kernels/paged_attention.py`, for each query.
 """
@@ -52,7 +52,7 @@ def _paged_verify_kernel(
 
     members = tl.arange(0, PADDED)
     dims = tl.arange(0, HEAD_DIM)
-    queries, heads = members // GROUP, kv_head * GROUP + members % GROUP  # from the leader on
+    queries, heads = members // GROUP, kv_head * GROUP + members % GROUP  # counted from the leader
     for group in tl.range(first_group, last_group + 1, num_stages=1):
         num_tiles = tiles_of(span, TILE, 0)
         num_mine = tl.minimum(left, num_tiles - taken)
@@ -89,16 +89,16 @@ def paged_verify(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, lengths: Tensor, groups: Tensor, plan: DecodePlan,
     workspace: DecodeWorkspace,
 ) -> Tensor:  # fmt: skip
-    """Attention of groups of queries. Captured in a graph, it follows what block_tables and the int32 tensors hold.
+    """Compute attention for groups of queries. A captured graph follows block_tables and the int32 tensors.
 
-    q: (num_queries, num_heads, head_dim), heads contiguous, queries of any stride (a view of qkv will do).
-    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of
-        q's type or float8_e4m3fn.
-    block_tables: int32 (num_queries, any), a query's that of its row. lengths: int32 (num_queries,), the query's own
-        token included; 0 for padding.
-    groups: int32 (3, num_queries). Of each query the length of its group's last one, 0 for padding. Then, a column
-        per group: its first query, and how many it has, at most `most_queries`; 0 after the last group. These three
-        are inputs of the step: they are read before the previous kernel has ended.
+    q: (num_queries, num_heads, head_dim), heads contiguous, queries of any stride (a view of qkv is fine).
+    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. In
+        q's dtype or float8_e4m3fn.
+    block_tables: int32 (num_queries, any), for each query that of its row. lengths: int32 (num_queries,), including
+        the query's own token; 0 for padding.
+    groups: int32 (3, num_queries): for each query the length of the last query of its group, 0 for padding; then for
+        each group its first query and its number of queries, at most `most_queries`, 0 after the last group. These
+        three are inputs of the step: they are read before the previous kernel has ended.
     plan: `plan_decode` of groups[0] and the groups. workspace: made for `most_queries`.
     Returns (num_queries, num_heads * head_dim).
     """
@@ -108,7 +108,7 @@ def paged_verify(
         return out
     workspace.check(plan, num_heads)
     constants = launch_constants(q, pool, plan.config, plan.queries)
-    constants["num_warps"] = max(plan.config.num_warps, constants["PADDED"] // 16)  # one cannot hold the sums of 32
+    constants["num_warps"] = max(plan.config.num_warps, constants["PADDED"] // 16)  # one warp cannot hold sums of 32
     spans, leaders, counts = groups[0], groups[1], groups[2]
     _paged_verify_kernel[(pool.shape[3], plan.num_programs)](
         q, pool, block_tables, lengths, spans, leaders, counts, plan.of_programs, out, workspace.outputs,
