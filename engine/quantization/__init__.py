@@ -1,1 +1,1 @@
-"""Quantized weights: schemes of checkpoints, their layouts, and linear layers over them on CPUs and GPUs."""
+"""Quantized weights: checkpoint formats and their tensor layouts, and quantized linear layers on CPUs and GPUs."""

@@ -1,16 +1,15 @@
-"""Weights as bitsandbytes saves them, dequantized when they are taken. Unsloth publishes the same layout.
+"""Weights in bitsandbytes' layout, which Unsloth uses, too; they are dequantized when they are taken.
 
-4 bits (NF4, FP4), in blocks of a weight's numbers in the order of its rows, the high half of a byte first:
+4 bits (NF4, FP4), in blocks of a weight's numbers in row-major order, the high half of a byte first:
 
     name                  uint8 (n k / 2, 1)
-    name.quant_map        float32 (16,): the number that each half stands for, of -1 to 1
-    name.absmax           float32, one a block; or uint8 of nested_quant_map, by blocks of their own
-    name.nested_absmax    float32, one of such a block; nested_quant_map float32 (256,)
+    name.quant_map        float32 (16,): the number of each 4-bit code, from -1 to 1
+    name.absmax           float32, one per block; or uint8 codes of nested_quant_map, with blocks of their own
+    name.nested_absmax    float32, one per nested block; nested_quant_map float32 (256,)
     name.quant_state.bitsandbytes__nf4   uint8, JSON: shape, blocksize, nested_blocksize, nested_offset
 
-8 bits: name int8 (n, k), and beside it SCB float32 (n,), the largest size of each row; weight_format 0, rows.
-
-Blocks cross rows and groups are of no whole numbers, so no GEMM reads them as they are.
+8 bits: name int8 (n, k), with SCB float32 (n,), the largest magnitude of each row; weight_format 0, row-major.
+Blocks cross rows and the codes are not integers, so no GEMM reads the 4-bit layout directly.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ LARGEST_INT8 = 127
 
 
 def is_bitsandbytes(config: Any) -> bool:
-    """Whether a config.json's `quantization_config` says so; the older ones do not name a method."""
+    """Whether a config.json's `quantization_config` is bitsandbytes'; older ones do not name a method."""
     return isinstance(config, Mapping) and (config.get("quant_method", METHOD) == METHOD) and bits_of(config) > 0
 
 
 def bits_of(config: Mapping[str, Any]) -> int:
-    """Bits of a weight in the files; 0: neither kind. Raises UnsupportedModelError for other containers of 4 bits."""
+    """Return the bits of stored weights, or 0. Raises UnsupportedModelError for other 4-bit storage types."""
     storage = config.get("bnb_4bit_quant_storage", "uint8")
     if config.get("load_in_4bit") and storage != "uint8":
         raise UnsupportedModelError(
@@ -51,7 +50,7 @@ def bits_of(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _FourBits:
-    """What a weight's state says."""
+    """The state of a 4-bit weight."""
 
     shape: Shape
     block_size: int
@@ -60,10 +59,10 @@ class _FourBits:
 
 
 class BitsAndBytesWeights(PartSource):
-    """A checkpoint some of whose weights are quantized. Raises ConfigError for tensors that do not fit together."""
+    """A checkpoint with some quantized weights. Raises ConfigError for tensors that do not fit together."""
 
     def __init__(self, tensors: SafetensorsWeights, rows: Mapping[str, StoredRows]) -> None:
-        """rows: weights that are those of a stored one."""
+        """rows: weights that are rows of a stored one."""
         self._tensors = tensors
         self._four: dict[str, _FourBits] = {}
         self._eight: set[str] = set()
@@ -132,7 +131,7 @@ class BitsAndBytesWeights(PartSource):
             self.shapes.pop(module + part, None)
 
     def _dequantized(self, name: str, state: _FourBits) -> Tensor:
-        """(n, k) float32."""
+        """Dequantize a weight to float32 (n, k)."""
         read = self._tensors.read
         packed = read(name).flatten()
         halves = packed.new_empty(len(packed), 2)

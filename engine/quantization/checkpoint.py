@@ -1,4 +1,4 @@
-"""A quantized checkpoint as a loader opens it: its format by config.json, and the weights of its files."""
+"""A quantized checkpoint as the loader opens it: its format from config.json, and the weights of its files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class QuantizedCheckpoint:
-    """bits: of most weights in the files. held_bits: in memory, where they stay as they are.
+    """A checkpoint's format. bits: of most weights in the files. held_bits: in memory, if they stay quantized.
 
-    label: the format, of linear layers; empty for MXFP4, which only experts have, and for what is dequantized.
+    label: the format of linear layers; empty for MXFP4, which only experts have, and for dequantized weights.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
-        """raw: config.json. Raises UnsupportedModelError, naming what is supported."""
+        """raw: config.json. Raises UnsupportedModelError, which names the supported formats."""
         config = raw.get("quantization_config")
         self._is_bitsandbytes = is_bitsandbytes(config)
         self._is_mxfp4 = not self._is_bitsandbytes and is_mxfp4(raw)
@@ -42,13 +42,13 @@ class QuantizedCheckpoint:
         if self._quantization is not None:
             scheme = self._quantization.schemes[0]
             self.label, self.bits, self.held_bits = self._quantization.label, scheme.bits, scheme.held_bits
-            if raw.get("model_type") == "gpt_oss":  # stacked experts are dequantized
+            if raw.get("model_type") == "gpt_oss":  # its stacked experts are dequantized
                 self.held_bits = PLAIN_BITS
 
     def open(
         self, tensors: SafetensorsWeights, rows: Mapping[str, StoredRows], needed: Mapping[str, Shape]
     ) -> tuple[WeightSource, Check]:
-        """The weights, and what compares them with those that a model needs, see `check_weights`."""
+        """Open the weights, and return their check against those that a model needs, see `check_weights`."""
         weights, check = self._open(tensors, rows)
         unstacked = UnstackedExperts(weights, check, needed, tensors.shapes)
         return (unstacked, unstacked.check) if unstacked.is_needed else (weights, check)
@@ -56,7 +56,7 @@ class QuantizedCheckpoint:
     def random(
         self, plain: WeightSource, needed: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
     ) -> WeightSource:
-        """Random weights in this format, where there are any; else plain ones."""
+        """Return random weights in this format if that is supported, otherwise plain ones."""
         if self._is_mxfp4:
             return RandomMxfp4Weights(plain, needed, dtype, device)
         if self.label:

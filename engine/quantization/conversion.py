@@ -1,15 +1,16 @@
-"""What becomes of a model's linear layers while it is built: by the settings, the checkpoint and the device.
+"""Converts a model's linear layers while it is built, by the settings, the checkpoint and the device.
 
     checkpoint's weights           --quant-mode auto     a mode
-    packed (GPTQ, AWQ, FP8)        as they are           dequantized, then quantized
-    MXFP4 experts                  as they are           likewise
+    packed (GPTQ, AWQ, FP8)        kept                  dequantized, then quantized
+    MXFP4 experts                  kept                  dequantized, then quantized
     GGUF blocks, if most are of 4 bits (on GPUs: 4 to 6)
-                                   as they are           those of 4 bits as they are with int4-weight, others to int8
-    plain                          to int8, on CPUs (*)  quantized; int4-weight leaves the output projection to int8
+                                   kept                  those of 4 bits kept with int4-weight, others to int8
+    plain                          to int8, on CPUs (*)  quantized; int4-weight: the output projection to int8
 
 (*) To blocks of Q8_0 where `engine/gguf` has kernels for them: `engine/gguf/choose.py`.
-Layers of one block at a time are converted, as soon as its weights are there: a whole model never exists dequantized.
-GEMMs are chosen from rows, never from formats: by `CpuLinears` and `GpuLinears`.
+
+Each block's layers are converted as soon as its weights are read, so the whole model never exists dequantized.
+`CpuLinears` and `GpuLinears` choose GEMMs by the quantized rows, not by the checkpoint's format.
 """
 
 from __future__ import annotations
@@ -45,26 +46,25 @@ if TYPE_CHECKING:
     from engine.quantization.gpu_linears import GpuLinears
 
 logger = logging.getLogger(__name__)
-GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # of modes that exist on GPUs alone: their tensor cores
+GPU_CAPABILITIES = {"fp8": (8, 9), "w8a8": (8, 0)}  # modes of GPUs alone: the compute capability they need
 CPU_GEMMS = {"int4-weight": "_weight_int4pack_mm_for_cpu", "int8-weight": "_weight_int8pack_mm"}
 EXPERTS = "on a GPU a layer's experts must all be quantized, shared ones too, or none: use --quant-mode none"
 
 
 class QuantizedConversion(Conversion):
-    """See Conversion."""
+    """Converts the linear layers of a model to quantized ones, see Conversion."""
 
     def __init__(
         self, quant_mode: str, linears: CpuLinears | GpuLinears | None = None, stored: WeightSource | None = None,
         stays: bool = False, plain_mode: str | None = None, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
-        """linears: None if nothing is quantized.
-
-        stored: the checkpoint. stays: its quantized weights stay as they are. plain_mode: of other weights.
+        """linears: None if nothing is quantized. stored: the checkpoint. stays: its quantized weights are kept.
+        plain_mode: the mode for other weights.
         """
         super().__init__(quant_mode)
         self._plain_mode = plain_mode or quant_mode
         self._linears, self._stored, self._stays, self._dtype = linears, stored, stays, dtype
-        self._names: frozenset[str] = frozenset()  # of weights that layers are made of as they are stored
+        self._names: frozenset[str] = frozenset()  # of weights whose layers are made of the stored rows
         self._parts: Mapping[str, Part] = {}
         self._on_read: Callable[[str], None] = lambda _name: None
         self._kinds: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class QuantizedConversion(Conversion):
         return not self._stays or isinstance(self._stored, Mxfp4Source)
 
     def keep(self, skeleton: Model) -> frozenset[str]:
-        """See Conversion: of layers that are quantized in all their parts."""
+        """See Conversion: the weights of layers all of whose parts are quantized."""
         stored = self._stored
         if not self._stays or not isinstance(stored, PackedWeights | BlockSource | Mxfp4Source):
             return frozenset()
@@ -127,7 +127,7 @@ class QuantizedConversion(Conversion):
             logger.info("%s: linear layers %s", self._stored.quantization.label, held)
 
     def _convert(self, ref: LinearRef, inner: Tensor | None = None, piece: int = 0) -> None:
-        """inner: see `_inner_order`. piece: columns that may be cut off as an expert by themselves; 0: none are."""
+        """Convert one layer. inner: see `_inner_order`. piece: columns that may be cut off as an expert; 0: none."""
         linear = ref.layer
         if self._linears is None:
             made, kind = linear, "plain"
@@ -156,9 +156,10 @@ class QuantizedConversion(Conversion):
         return bool(linear.names) and self._names.issuperset(linear.names)
 
     def _inner_order(self, gate_up: Linear, down: Linear) -> Tensor | None:
-        """Outputs of a whole gate_up that this rank takes, where they need not be neighbours; else None.
+        """Return the outputs of the whole gate_up that this rank takes, if they are not contiguous; else None.
 
-        Columns of `down` may be in another order (act-order), of which a rank then takes a range: whole groups.
+        `down` may store its columns in another order (act-order). A rank then takes a range of that order, in whole
+        groups.
         """
         if gate_up.bias is not None or not self._is_kept(gate_up) or not self._is_kept(down):
             return None
@@ -169,7 +170,7 @@ class QuantizedConversion(Conversion):
         return None if order is None else order[columns.start : columns.stop]
 
     def _rows(self, name: str, inner: Tensor | None, is_gate_up: bool) -> QuantizedRows:
-        """This rank's part of a weight. inner: see `_inner_order`."""
+        """Return this rank's part of a weight. inner: see `_inner_order`."""
         assert isinstance(self._stored, PackedWeights | BlockSource), "others' layers are not made of rows"
         part = self._parts.get(name)
         if inner is None or part is None:
@@ -205,7 +206,7 @@ def choose_conversion(
 
 
 def linears_of(dtype: torch.dtype, device: torch.device) -> CpuLinears | GpuLinears:
-    """Maker of layers on that device."""
+    """Return the object that makes quantized layers on that device."""
     if device.type == "cpu":
         return CpuLinears(dtype)
     from engine.quantization.gpu_linears import GpuLinears  # needs triton
@@ -217,7 +218,7 @@ def linear_of_rows(
     parts: list[QuantizedRows], bias: Tensor | None, dtype: torch.dtype, linears: CpuLinears | GpuLinears,
     is_expert: bool = False,
 ) -> Made:  # fmt: skip
-    """The layer whose outputs are those of all parts; in int8 what no GEMM takes."""
+    """Make a layer from the concatenated rows of all parts, in int8 if no GEMM supports them."""
     rows, is_stacked = join_rows(parts), is_expert and bias is None and linears.stacks_experts
     made = None
     if rows is None:
@@ -235,23 +236,23 @@ def linear_of_rows(
 
 
 def can_keep_packed(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has GEMMs for quantized weights with x of that type."""
+    """Whether this machine has GEMMs for quantized weights with x of that dtype."""
     return dtype == torch.bfloat16 and (
         device.type != "cpu" or all(hasattr(torch.ops.aten, gemm) for gemm in CPU_GEMMS.values())
     )
 
 
 def can_keep_on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are kernels for blocks of GGUF files and for MXFP4 experts with x of that type."""
+    """Whether there are kernels for GGUF blocks and MXFP4 experts with x of that dtype."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 
 def resolve_quant_mode(
     engine_config: EngineConfig, dtype: torch.dtype, device: torch.device, has_int4: bool = False
 ) -> str:
-    """`auto`: on a CPU with bfloat16 the 4-bit weights of a file that has them, else int8; elsewhere none.
+    """Resolve `auto`: with bfloat16 on a CPU the file's 4-bit weights if it has them, otherwise int8; elsewhere none.
 
-    Raises ConfigError for what has no kernel or no weights.
+    Raises ConfigError for modes without a kernel or without weights.
     """
     wanted = engine_config.quant_mode
     if wanted == "auto":
@@ -276,7 +277,7 @@ def resolve_quant_mode(
 
 
 def _check_experts(skeleton: Model, kept: frozenset[str]) -> None:
-    """Grouped kernels take a layer's experts quantized alike."""
+    """Check that a layer's experts are quantized alike, as grouped kernels need. Raises UnsupportedModelError."""
     for block in skeleton.blocks:
         if isinstance(block, Moe):
             experts = [*block.experts.values(), *([] if block.shared is None else [block.shared])]

@@ -1,8 +1,8 @@
-"""Linear layers of quantized weights on a CPU: torch's packed GEMMs, and which of these takes which rows.
+"""Quantized linear layers on a CPU with torch's packed GEMMs, and which GEMM fits which rows.
 
 4 bits in groups        int4_linear, in groups of CPU_GROUP_SIZES
 int8, a scale per row   int8_linear
-others, and plain ones  int8_linear, quantized once more
+others, and plain ones  int8_linear, after requantization
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from engine.cpu_gemms.gemms import dense_linear
 from engine.layers.linear import Linear
 from engine.quantization.quantized_rows import Made, QuantizedRows
 
-MAX_INT8_ROWS, MAX_INT4_ROWS = 4, 8  # that quantized GEMMs of a CPU take; more read the dense copy
-COLUMN_MULTIPLE = 16  # of int8: with others torch's GEMM reads beyond a row of x, and what it finds there may be NaN
+MAX_INT8_ROWS, MAX_INT4_ROWS = 4, 8  # rows of x for quantized GEMMs; more rows use the dense copy
+COLUMN_MULTIPLE = 16  # for int8: with other sizes torch's GEMM reads past a row of x, where it may find NaN
 CPU_GROUP_SIZES = (256, 128, 64, 32)  # of torch's 4-bit GEMM
 INT4_ROW_MULTIPLE = 16  # of its packed layout
-NUMBERS_AT_ONCE = 1 << 17  # of a weight that is quantized: what is made on the way stays in a cache
+NUMBERS_AT_ONCE = 1 << 17  # numbers of a weight quantized at a time, so that temporaries stay in a cache
 
 
 class CpuLinears:
-    """Makes layers for x of one type. identity: tells devices apart that make different layers of the same rows."""
+    """Makes layers for x of one dtype. identity: tells apart devices that make different layers of equal rows."""
 
-    quantizes_plain = True  # layers that a quantized checkpoint left plain become int8
-    stacks_experts = False  # experts' layers need not be alike
-    block_bits: Collection[int] = (4,)  # of blocks that have GEMMs
+    quantizes_plain = True  # plain layers of a quantized checkpoint become int8
+    stacks_experts = False  # experts' layers may differ
+    block_bits: Collection[int] = (4,)  # of blocks with a GEMM
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self.identity = f"cpu, groups of {CPU_GROUP_SIZES}"
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None, is_stacked: bool = False) -> Made | None:
-        """None for rows that no GEMM takes. rows.order is None. is_stacked: see `GpuLinears`."""
+        """Make a layer, or return None if no GEMM fits. rows.order is None. is_stacked: see `GpuLinears`."""
         num_rows, num_columns = rows.values.shape
         if rows.is_int8 and rows.has_row_scales and num_columns % COLUMN_MULTIPLE == 0:
             return int8_linear(rows.values, rows.scales[:, 0].to(self._dtype), bias), "int8"
@@ -48,7 +48,7 @@ class CpuLinears:
         return int4_linear(rows.values, scales, offsets, sizes[0], weight, bias), "int4"
 
     def of_plain(self, linear: Linear, quant_mode: str = "int8-weight", is_head: bool = False) -> Linear:
-        """Quantize a plain layer to int8, or leave it as it is where the GEMM does not take it."""
+        """Quantize a plain layer to int8, or leave it plain if the GEMM does not support its size."""
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return int8_linear(*quantize_int8(linear.weight), linear.bias)
@@ -61,11 +61,11 @@ def int8(linear: Linear, x: Tensor) -> Tensor:
 
 
 def int8_linear(weight: Tensor, scales: Tensor, bias: Tensor | None) -> Linear:
-    """int8 weights with one scale per output row for few rows of x, a dense copy of them for many.
+    """Make a layer of int8 weights with one scale per output row, and of a dense copy for many rows of x.
 
-    weight: int8 (out, in); scales: (out,) in the dtype of x. Both paths are the same function up to rounding, so a
-    sequence may cross from one to the other. torch's GEMM works through the weight once per 4 rows of x: [49152, 576]
-    takes 1.0 ms at 1 row, 2.0 at 4 and 3.9 at 8 on one core, the packed bfloat16 copy 1.8, 2.1 and 2.5.
+    weight: int8 (out, in); scales: (out,) in the dtype of x. Both paths compute the same up to rounding, so a
+    sequence may switch between them. torch's GEMM reads the weight once per 4 rows of x: [49152, 576] takes 1.0 ms at
+    1 row, 2.0 at 4 and 3.9 at 8 on one core, the packed bfloat16 copy 1.8, 2.1 and 2.5.
     """
     linear = Linear(weight, bias, gemm=int8, scales=scales, max_rows=MAX_INT8_ROWS)
     linear.dense = dense_linear(int8_weight(linear), bias)
@@ -73,7 +73,7 @@ def int8_linear(weight: Tensor, scales: Tensor, bias: Tensor | None) -> Linear:
 
 
 def int8_weight(linear: Linear) -> Tensor:
-    """(out, in) in the dtype of x: weight * scales."""
+    """Dequantize: weight * scales, (out, in) in the dtype of x."""
     assert linear.scales is not None, "int8 weights have them"
     return linear.weight.to(linear.scales.dtype).mul_(linear.scales[:, None])
 
@@ -87,9 +87,9 @@ def int4(linear: Linear, x: Tensor) -> Tensor:
 def int4_linear(
     values: Tensor, scales: Tensor, zeros: Tensor, group_size: int, weight: Tensor, bias: Tensor | None
 ) -> Linear:
-    """Like `int8_linear`, with 4-bit weights that share a scale and an offset per group of columns.
+    """Make a layer like `int8_linear`, of 4-bit weights with a scale and an offset per group of columns.
 
-    values: (out, in), 0 to 15. scales, zeros: bfloat16 (out, in / group_size). weight: the same numbers.
+    values: (out, in), 0 to 15. scales, zeros: bfloat16 (out, in / group_size). weight: the same weight, dequantized.
     [3072, 576] at 1 row takes 33 us, int8 57; [49152, 576] 0.56 ms and 0.83.
     """
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 2)

@@ -1,20 +1,20 @@
-"""Linear layers of quantized weights on a GPU: their GEMMs, and which of these takes which rows or plain layers.
+"""Quantized linear layers on a GPU: their GEMMs, and which of them fits which rows or plain layers.
 
     W8A8     int8 weights with one scale per row, x quantized to int8 per token
     W8A16    the same, x quantized to 16 bits, as two int8 planes
     FP8      e4m3 weights and x
-    w4a16    4-bit weights in groups, x as it is
-    packed   blocks of 2, 3, 5 or 6 bits of GGUF files, likewise
-    stored   one byte a weight with a scale per group of columns, or e2m1 weights with exponents of groups: for
-             experts, whose kernels take them; as a layer by itself it is dequantized for every use
+    w4a16    4-bit weights in groups, x in 16 bits
+    packed   GGUF blocks of 2, 3, 5 or 6 bits, x in 16 bits
+    stored   one byte a weight with a scale per group of columns, or e2m1 weights with group exponents: for kernels
+             of experts; a plain layer in this form is dequantized at every use
 
-Stored values are taken as they are. Two exceptions: scales of e4m3 blocks become scales of rows, which quantizes
-weights to e4m3 once more (2.6% of their size, as the first time), because tensor cores apply one scale per row; and
-what no GEMM takes becomes int8 (0.8%). `--quant-mode none` keeps the exact numbers in bfloat16. Experts' weights of
-blocks keep their scales: grouped kernels multiply inputs of 16 bits.
+Stored values are kept, with two exceptions. Scales of e4m3 blocks become scales of rows, since tensor cores apply one
+scale per row; this requantizes weights to e4m3 (error 2.6% of their size, as the first time). Weights without a GEMM
+become int8 (0.8%). `--quant-mode none` keeps the exact numbers in bfloat16. Experts' weights in blocks keep their
+scales, since grouped kernels multiply 16-bit inputs.
 
-All take x (rows, in) in bfloat16 and may be captured in a CUDA graph.
-Knows no models and no files. GEMMs: `kernels.gpu.quantization.{quantized_gemm,packed_linear}`.
+All take x (rows, in) in bfloat16 and can be captured in a CUDA graph. Knows no models and no files. GEMMs:
+`kernels.gpu.quantization.{quantized_gemm,packed_linear}`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from kernels.quantization.packed_weights import PackedWeight, can_pack, pack_wei
 from kernels.quantization.quantized_gemm import FP8_DTYPE
 from kernels.quantization.w4a16_gemm import MAX_GROUP, PackedW4, dequantize_w4, pack_w4
 
-COLUMN_MULTIPLE = 16  # of inputs, for 8-bit GEMMs; others stay plain
-FP8_CAPABILITY = (8, 9)  # of GPUs with tensor cores for e4m3
-MIN_GROUP = 16  # columns, of 4-bit groups; they are powers of two or multiples of one
+COLUMN_MULTIPLE = 16  # of 8-bit GEMMs; other layers stay plain
+FP8_CAPABILITY = (8, 9)  # GPUs with e4m3 tensor cores
+MIN_GROUP = 16  # columns of 4-bit groups, which are powers of two or multiples of one
 QuantizedInput = tuple[Tensor, Tensor]  # values (num_planes * rows, in), float32 scales (rows,)
 
 
 @dataclass(frozen=True, slots=True)
 class EightBit:
-    """GEMM of one byte a weight, with a scale per row. Inputs are quantized to the type of the weights, or to two
-    planes of it: the same result at any number of rows, up to `max_quantized_rows`.
+    """GEMM of 8-bit weights with a scale per row. Inputs are quantized to the weights' type, or to two planes of it,
+    with the same result for any number of rows, up to `max_quantized_rows`.
 
-    Two int8 planes add less error to a row than bfloat16 did, while its largest element is below 187 times its root
-    mean square; sqrt(K) times is the most (docs/decisions/quantized-linear-layers.md). With many rows writing the
-    weight out in the dtype of x is faster.
+    Two int8 planes add less error to a row than bfloat16, as long as its largest element is below 187 times its root
+    mean square; at most it is sqrt(K) times (docs/decisions/quantized-linear-layers.md). With many rows dequantizing
+    the weight to the dtype of x is faster.
     """
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class EightBit:
     max_quantized_rows: int = sys.maxsize
 
     def linear(self, weight: Tensor, scales: Tensor, bias: Tensor | None, workspace: SplitKWorkspace) -> Linear:
-        """weight (out, in) of `dtype`, in a multiple of 16; scales (out,), or one for all."""
+        """Make a layer. weight: (out, in) of `dtype`, `in` a multiple of 16; scales: (out,), or one for all."""
         if weight.dtype != self.dtype or weight.shape[1] % COLUMN_MULTIPLE:
             raise ValueError(f"{self.dtype} and a multiple of {COLUMN_MULTIPLE} columns are needed: {weight.shape}")
         scales = scales.float().flatten().expand(weight.shape[0]).contiguous()
@@ -81,7 +81,7 @@ class EightBit:
         return quantized_gemm(values, x_scales, layer.weight, scales_of(layer), layer.bias, dtype, layer.workspace)
 
     def multiply_gated(self, layer: Linear, values: Tensor, x_scales: Tensor, dtype: torch.dtype) -> QuantizedInput:
-        """Multiply by gate and up, which lie beside each other: silu(gate) * up, quantized again."""
+        """Multiply by gate and up, concatenated, and quantize silu(gate) * up."""
         n, k = layer.weight.shape
         config = SLICED_K_GATED.find(values.shape[0], n // 2, k)
         if config is None:
@@ -95,7 +95,7 @@ class EightBit:
 W8A8 = EightBit(torch.int8)
 W8A16 = EightBit(torch.int8, 2, MAX_TWO_PLANE_ROWS)
 FP8 = EightBit(FP8_DTYPE)
-MODES = {"fp8": (FP8, W8A8), "w8a8": (W8A8, W8A8)}  # the head's: int8 keeps more greedy tokens there than e4m3
+MODES = {"fp8": (FP8, W8A8), "w8a8": (W8A8, W8A8)}  # second: the head's, where int8 keeps more greedy tokens
 
 
 def w4a16(layer: Linear, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def w4a16(layer: Linear, x: Tensor) -> Tensor:
 
 
 def w4a16_layer(packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> Linear:
-    """4-bit weights in groups; `kernels.quantization.w4a16_gemm.pack_w4` packs them."""
+    """Make a layer of 4-bit weights in groups, packed by `kernels.quantization.w4a16_gemm.pack_w4`."""
     return Linear(
         packed.words, bias, gemm=w4a16, scales=packed.scales_and_zeros, group_size=packed.group_size,
         num_columns=packed.num_columns, workspace=workspace,
@@ -112,7 +112,7 @@ def w4a16_layer(packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspac
 
 @dataclass(frozen=True, slots=True)
 class PackedGemm:
-    """GEMM of blocks of other bits than 4."""
+    """GEMM of blocks of 2, 3, 5 or 6 bits."""
 
     packed: PackedWeight
 
@@ -121,7 +121,7 @@ class PackedGemm:
 
 
 def packed_layer(packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace) -> Linear:
-    """Weights of 2, 3, 5 or 6 bits; `kernels.quantization.packed_weights.pack_weight` packs them."""
+    """Make a layer of 2, 3, 5 or 6 bits, packed by `kernels.quantization.packed_weights.pack_weight`."""
     return Linear(
         packed.words, bias, gemm=PackedGemm(packed), scales=packed.pairs, num_columns=packed.num_columns,
         workspace=workspace,
@@ -129,7 +129,7 @@ def packed_layer(packed: PackedWeight, bias: Tensor | None, workspace: SplitKWor
 
 
 def packed_of(layer: Linear) -> PackedW4:
-    """The weight of a `w4a16_layer`."""
+    """Return the weight of a `w4a16_layer`."""
     return PackedW4(layer.weight, scales_of(layer), layer.group_size)
 
 
@@ -143,9 +143,9 @@ def stored(layer: Linear, x: Tensor) -> Tensor:
 
 
 def stored_layer(weight: Tensor, scales: Tensor, bias: Tensor | None = None, num_columns: int = 0) -> Linear:
-    """weight (out, ...), scales (out, groups): see `kernels/gpu/moe/expert_formats.py`.
+    """Make a layer of weight (out, ...) and scales (out, groups), see `kernels/gpu/moe/expert_formats.py`.
 
-    num_columns: those that are not filled; 0: all.
+    num_columns: without padding; 0: all.
     """
     columns = columns_of(weight)
     return Linear(
@@ -155,7 +155,7 @@ def stored_layer(weight: Tensor, scales: Tensor, bias: Tensor | None = None, num
 
 
 def dequantized(layer: Linear, dtype: torch.dtype) -> Tensor:
-    """(out, in) of quantized weights in any form, computed in float32."""
+    """Dequantize weights of any form to (out, in), computed in float32."""
     weight, scales = layer.weight, scales_of(layer)
     if scales.dtype == torch.uint8:
         return dequantize_mxfp4(weight, scales, dtype)[:, : layer.num_columns]
@@ -166,11 +166,11 @@ def dequantized(layer: Linear, dtype: torch.dtype) -> Tensor:
 
 
 class GpuLinears:
-    """Makes layers of one device. They share a workspace, as they run one after the other."""
+    """Makes layers on one device. They share a workspace, as they run one after the other."""
 
-    quantizes_plain = False  # layers that a quantized checkpoint left plain stay so
-    stacks_experts = True  # layers of a block's experts are alike: one kernel takes them all
-    block_bits = (2, 3, 4, 5, 6)  # of blocks that have GEMMs
+    quantizes_plain = False  # plain layers of a quantized checkpoint stay plain
+    stacks_experts = True  # all experts of a block have one format, for one kernel
+    block_bits = (2, 3, 4, 5, 6)  # of blocks with a GEMM
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = SplitKWorkspace(device)
@@ -178,10 +178,10 @@ class GpuLinears:
         self.identity = f"gpu, {'with' if self._has_fp8 else 'without'} e4m3"
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None, is_stacked: bool = False) -> Made | None:
-        """None for rows that no GEMM takes. rows.order is None.
+        """Make a layer, or return None if no GEMM fits. rows.order is None.
 
-        is_stacked: of an expert without a bias. Its inputs stay in 16 bits, so weights of 8 bits may have scales of
-        rows or of groups.
+        is_stacked: for an expert without a bias. Its inputs stay in 16 bits, so 8-bit weights may have scales of rows
+        or of groups.
         """
         num_columns, group = rows.values.shape[1], rows.group_size
         if num_columns % COLUMN_MULTIPLE or (rows.is_fp8 and not self._has_fp8):
@@ -210,7 +210,7 @@ class GpuLinears:
         return None
 
     def of_plain(self, linear: Linear, quant_mode: str = "int8-weight", is_head: bool = False) -> Linear:
-        """Quantize a plain layer to 8 bits, or leave it as it is where no GEMM takes it."""
+        """Quantize a plain layer to 8 bits, or leave it plain if no GEMM supports its size."""
         if linear.weight.shape[1] % COLUMN_MULTIPLE:
             return linear
         return MODES.get(quant_mode, (W8A16, W8A16))[is_head].of(linear, self._workspace)

@@ -1,9 +1,9 @@
-"""Blocks whose GEMMs take quantized inputs (fp8, w8a8, int8-weight): norms and the gate quantize what they write.
+"""Blocks whose GEMMs take quantized inputs (fp8, w8a8, int8-weight): norms and the gate write quantized outputs.
 
     residual += pending output, normed, quantized    one kernel
-    SiLU(gate) * up, quantized                       one kernel; with few rows the GEMM gates, a small one quantizes
+    SiLU(gate) * up, quantized                       one kernel; with few rows fused into the GEMM, then a small one
 
-Plain ops would store each GEMM's input and quantize it in a kernel of its own.
+Plain ops would store each GEMM's input and quantize it in a separate kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mlp(block: Mlp, target: Target) -> GpuOp:
 
 
 def quantizing_fold(weight: Tensor, eps: float, gemm: EightBit, target: Target) -> Fold[QuantizedInput]:
-    """The RMS norm of the residual with all that is pending, quantized for `gemm` in the same kernel."""
+    """Return the fold that adds the pending output, norms the residual and quantizes it, in one kernel."""
     add_norm, is_alone = target.seams.add_norm_quantize or add_rms_norm_quantize, target.seams.is_alone
 
     def fold(residual: Tensor, pending: Pending | None) -> QuantizedInput:
@@ -61,14 +61,14 @@ def eight_bit(layer: Linear) -> EightBit:
 
 
 def are_eight_bit(target: Target, *readers: Linear) -> bool:
-    """Whether the layers take inputs of one type, of so many rows."""
+    """Whether the layers take quantized inputs of one type in steps of `target.num_rows` rows."""
     kinds = {layer.gemm if layer.order is None else None for layer in readers}
     kind = kinds.pop()
     return not kinds and isinstance(kind, EightBit) and target.num_rows <= kind.max_quantized_rows
 
 
 def max_quantized_rows(model: Model) -> int:
-    """Rows from which on no layer takes quantized inputs; 0: none ever does."""
+    """Return the most rows for which any layer takes quantized inputs; 0: none ever does."""
     gemms = [ref.layer.gemm for block in model.blocks for ref in block.linears()]
     return max((gemm.max_quantized_rows for gemm in gemms if isinstance(gemm, EightBit)), default=0)
 

@@ -1,6 +1,6 @@
-"""Weights in blocks of few bits: 4-bit ones in groups of 32 columns, and files that hold such blocks.
+"""Weights in blocks of few bits: 4-bit quantization in groups of 32 columns, and the interface of files with blocks.
 
-GEMMs take scales and offsets in bfloat16, so they are rounded to it here.
+Scales and offsets are rounded to bfloat16 here, since GEMMs take them in it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ GROUP_SIZE = 32
 
 @runtime_checkable
 class BlockSource(Protocol):
-    """Weights of a file that may hold them in blocks of few bits. label: its kind, as a mode for users."""
+    """Weights of a file that may store blocks of few bits. label: their kind, as a quantization mode for users."""
 
     label: str
     kept_bits: Collection[int]
-    """Weights of so many bits are taken as the numbers that `rows` stand for, whose scales are bfloat16's."""
+    """Weights of these bits are dequantized from their `rows`, whose scales are rounded to bfloat16."""
 
     def has_most_in(self, bits: Collection[int]) -> bool:
-        """Whether most matrices are in blocks of so many bits."""
+        """Whether most matrices are in blocks of these bits."""
         ...
 
     def is_packed(self, name: str) -> bool:
-        """Whether the file holds the weight in blocks of `kept_bits`."""
+        """Whether the file stores the weight in blocks of `kept_bits`."""
         ...
 
     def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
-        """A weight of blocks, or a part of it."""
+        """Return the rows of a weight in blocks, or of a part of it."""
         ...
 
 
 def quantize_int4(weight: Tensor) -> QuantizedRows:
-    """weight (rows, columns), columns a multiple of 32: to the nearest of 16 steps between a group's extremes."""
+    """Quantize a weight (rows, columns), columns a multiple of 32, to 16 levels between each group's extremes."""
     groups = weight.float().view(weight.shape[0], -1, GROUP_SIZE)
     low, high = groups.aminmax(dim=-1)
     scales = as_bfloat16(((high - low) / 15).clamp_min(1e-12))
@@ -50,5 +50,5 @@ def quantize_int4(weight: Tensor) -> QuantizedRows:
 
 
 def as_bfloat16(numbers: Tensor) -> Tensor:
-    """float32 numbers rounded to those that bfloat16 has."""
+    """Round float32 numbers to bfloat16 precision."""
     return numbers.bfloat16().float()

@@ -1,6 +1,6 @@
-"""Weights that a checkpoint holds as MXFP4: dequantized when they are taken, or kept for kernels of experts.
+"""MXFP4 weights of a checkpoint: dequantized when they are taken, or kept for kernels of experts.
 
-    name_blocks   uint8 (experts, out, in / 32, 16): two numbers of 4 bits a byte, the low half first
+    name_blocks   uint8 (experts, out, in / 32, 16): two 4-bit numbers a byte, the low half first
     name_scales   uint8 (experts, out, in / 32): exponents of two, plus 127
     name          (experts, in, out) = number * 2^(scale - 127)
 
@@ -31,7 +31,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 class Mxfp4Source(PartSource):
-    """Weights some of which are blocks and scales, see the module, whatever holds them."""
+    """Weights of which some are blocks and scales, from any source."""
 
     @property
     @abstractmethod
@@ -40,16 +40,16 @@ class Mxfp4Source(PartSource):
 
     @abstractmethod
     def is_packed(self, name: str) -> bool:
-        """Whether the weight is blocks and scales."""
+        """Whether the weight is stored as blocks and scales."""
 
     @abstractmethod
     def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
-        """Blocks and scales of a part of a weight. rows: its outputs. groups: of its inputs."""
+        """Return blocks and scales of a part of a weight. rows: its outputs. groups: of its inputs."""
 
     def give_experts(self, block: Block, parts: Mapping[str, Part], on_read: Callable[[str], None]) -> None:
-        """Give a block's experts, which have no storage, their numbers as a GPU's kernels of experts read them.
+        """Give a block's experts, which have no storage, their weights in the layout of the GPU's expert kernels.
 
-        parts: of weights of which this rank has no more. on_read: called with the name of each that was read.
+        parts: of weights that this rank has a part of. on_read: called with the name of each weight read.
         """
         if not isinstance(block, StackedMoe):
             return
@@ -87,7 +87,7 @@ class Mxfp4Source(PartSource):
 
 
 class Mxfp4Weights(Mxfp4Source):
-    """A checkpoint some of whose weights are blocks and scales. Raises ConfigError for pairs that do not fit."""
+    """A checkpoint with blocks and scales. Raises ConfigError for pairs that do not fit."""
 
     def __init__(self, tensors: SafetensorsWeights) -> None:
         self._tensors = tensors
@@ -122,7 +122,7 @@ class Mxfp4Weights(Mxfp4Source):
 
 
 class RandomMxfp4Weights(Mxfp4Source):
-    """Random numbers of experts, whose weights have three dimensions, and other weights of `plain`."""
+    """Random MXFP4 weights of experts, which have three dimensions; other weights come from `plain`."""
 
     def __init__(
         self, plain: WeightSource, shapes: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
@@ -144,7 +144,7 @@ class RandomMxfp4Weights(Mxfp4Source):
         return weight[tuple(slice(indices.start, indices.stop) for indices in part)].contiguous()
 
     def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
-        """See Mxfp4Source. Numbers have a standard deviation of about 0.02; an expert's are the same on all ranks."""
+        """See Mxfp4Source. The standard deviation is about 0.02; an expert's numbers are the same on all ranks."""
         _, num_columns, num_rows = self._shapes[name]
         whole, found = (num_rows, -(-num_columns // GROUP_SIZE), GROUP_SIZE // 2), []
         for expert in experts:
@@ -164,9 +164,9 @@ def _dequantized_part(source: Mxfp4Source, name: str, part: Part, dtype: torch.d
 
 
 def filled_columns(columns: range) -> tuple[int, int]:
-    """How many columns of zeros kernels need before and behind a rank's inputs of `down`.
+    """Return how many zero columns kernels need before and after a rank's inputs of `down`.
 
-    Before: up to the beginning of a group. In all whole chunks of packed weights, equally many on all ranks.
+    Before: from the beginning of the group on. The total is whole chunks of packed weights, equal on all ranks.
     """
     before = columns.start % GROUP_SIZE
     most_before = GROUP_SIZE - math.gcd(len(columns), GROUP_SIZE)
@@ -179,7 +179,7 @@ def _groups_around(columns: range) -> range:
 
 
 def _filled_groups(blocks: Tensor, exponents: Tensor, before: int, count: int, after: int) -> tuple[Tensor, Tensor]:
-    """Blocks (rows, groups, 16) and exponents whose columns are zeros, but for `count` of them from `before` on."""
+    """Zero and pad blocks (rows, groups, 16) and exponents, except `count` columns from `before` on."""
     if not before and not after:
         return blocks, exponents
     total = (before + count + after) // GROUP_SIZE
@@ -193,21 +193,21 @@ def _filled_groups(blocks: Tensor, exponents: Tensor, before: int, count: int, a
 
 
 def _filled_rows(rows: Tensor, before: int, after: int) -> Tensor:
-    """Rows of gate, then of up, each with rows of zeros around them."""
+    """Pad the rows of gate and the rows of up with zero rows on both sides."""
     halves = rows.view(2, -1, *rows.shape[1:])
     return functional.pad(halves, (0, 0) * (rows.dim() - 1) + (before, after)).flatten(0, 1)
 
 
 def _halves(rows: Tensor) -> Tensor:
-    """Rows of gate and up, which take turns, one after the other."""
+    """Reorder alternating rows of gate and up to gate, then up."""
     return rows.view(-1, 2, *rows.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 
 def dequantize(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """blocks uint8 (experts, out, groups, 16), scales uint8 (experts, out, groups) -> (experts, in, out)."""
+    """Dequantize uint8 (experts, out, groups, 16) with scales uint8 (experts, out, groups) to (experts, in, out)."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=blocks.device)
     experts = []
-    for packed, exponents in zip(blocks, scales, strict=True):  # one by one: indices take 8 bytes each
+    for packed, exponents in zip(blocks, scales, strict=True):  # one by one, since indices take 8 bytes each
         numbers = values[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).int()]
         scaled = torch.ldexp(numbers, exponents.int()[..., None] - EXPONENT_BIAS)
         experts.append(scaled.to(dtype).flatten(1).t())

@@ -1,12 +1,12 @@
-"""Weights of a quantized checkpoint: which tensors make up which linear layer, checked before any is read.
+"""Weights of a quantized checkpoint: finds the tensors of each linear layer and checks them before any is read.
 
-A part of a weight is read where a rank's rows and columns are, and nowhere else:
+A rank reads only its rows and columns of a weight:
 
-    part       rows and columns that are wanted
-    cut        the smallest range around them that all tensors of the layer can be cut at; read as a smaller layer
-    the rest   is cut off once it is unpacked
+    part       the rows and columns that are wanted
+    cut        the smallest range around them at which all tensors of the layer can be cut; read as a smaller layer
+    the rest   is cut off after unpacking
 
-Knows of a layout what `Stored.axes` says. Columns in another order (act-order) are read whole.
+Layouts are known only by `Stored.axes`. Reordered columns (act-order) are read whole.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ReadPart = Callable[[str, Part | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A quantized weight whose tensors fit `scheme`. shape: of the stored one, of which it may be rows."""
+    """A quantized weight whose tensors fit `scheme`. shape: of the stored weight, which may have more rows."""
 
     scheme: WeightScheme
     shape: tuple[int, int]
@@ -51,12 +51,12 @@ class _Packed:
 
 
 class PackedWeights(PartSource):
-    """`check` must be called before anything is taken."""
+    """Weights of a quantized checkpoint. Call `check` before anything is taken."""
 
     def __init__(
         self, tensors: SafetensorsWeights, quantization: CheckpointQuantization, rows: Mapping[str, StoredRows]
     ) -> None:
-        """rows: weights that are those of a stored one."""
+        """rows: weights that are rows of a stored one."""
         self.quantization = quantization
         self._lies = rows
         self._tensors = tensors
@@ -65,10 +65,10 @@ class PackedWeights(PartSource):
         self._idle_biases: list[str] = []
 
     def check(self, needed: Mapping[str, Shape], tied: bool, unused: tuple[str, ...] = ()) -> None:
-        """Find the scheme of each quantized weight. Raises ConfigError that names all that does not fit."""
+        """Find the scheme of each quantized weight. Raises ConfigError, which names everything that does not fit."""
         found = self._tensors.shapes
         problems = []
-        held: dict[str, list[str]] = {}  # by stored names
+        held: dict[str, list[str]] = {}  # names by the stored weight's name
         for name, lies in self._lies.items():
             held.setdefault(lies.stored, []).append(name)
         for module, parts in self._modules.items():
@@ -96,7 +96,7 @@ class PackedWeights(PartSource):
         check_weights(needed, found, tied, unused, problems)
 
     def _scheme(self, parts: Mapping[str, StoredTensor], n: int, k: int) -> tuple[WeightScheme | None, str]:
-        """The first scheme that the tensors fit, or None and why they fit none."""
+        """Return the first scheme that the tensors fit, or None and why none fits."""
         misfits = []
         for scheme in self.quantization.schemes:
             misfit = _misfit(scheme.tensors(n, k, parts), parts)
@@ -109,7 +109,7 @@ class PackedWeights(PartSource):
         return name in self._packed
 
     def rows(self, name: str, part: Part | None = None) -> QuantizedRows:
-        """The weight of that name, or a part of it. Raises ConfigError for values that cannot be."""
+        """Return the rows of a weight, or of a part of it. Raises ConfigError for invalid values."""
         packed = self._packed[name]
         module, lies = packed.module, packed.lies
         if lies is not None:
@@ -126,7 +126,7 @@ class PackedWeights(PartSource):
         return rows if order is None else rows.take_rows(order.to(rows.values.device))
 
     def order(self, name: str) -> Tensor | None:
-        """Columns of a weight sorted by group, see `QuantizedRows`. Raises ConfigError."""
+        """Return a weight's columns sorted by group, see `QuantizedRows`. Raises ConfigError."""
         packed = self._packed[name]
         module = packed.module
         for part in GROUP_INDICES:
@@ -141,14 +141,14 @@ class PackedWeights(PartSource):
         return self._tensors.take_part(name, part)
 
     def check_idle_biases(self) -> None:
-        """Some tools store a bias of zeros with every layer. Raises ConfigError for one that is not zero."""
+        """Check biases that the model lacks: some tools store zeros. Raises ConfigError for others."""
         for name in self._idle_biases:
             if bool(self._tensors.read(name).any()):
                 raise ConfigError(f"{name} is not zero, but the model's config has no such bias")
 
 
 def _by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """model.layers.0.mlp.up_proj -> {qweight: ..., scales: ...}."""
+    """Group tensors: model.layers.0.mlp.up_proj -> {qweight: ..., scales: ...}."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
@@ -157,7 +157,7 @@ def _by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, Store
 
 
 def _misfit(stored: Mapping[str, Stored], found: Mapping[str, StoredTensor]) -> str | None:
-    """The first tensor that is missing or other than it must be."""
+    """Describe the first tensor that is missing or wrong."""
     for part, expected in stored.items():
         tensor = found.get(part)
         if tensor is None:
@@ -173,9 +173,9 @@ def _misfit(stored: Mapping[str, Stored], found: Mapping[str, StoredTensor]) -> 
 def unpack_part(
     scheme: WeightScheme, n: int, k: int, read: ReadPart, found: Mapping[str, object], part: Part | None = None
 ) -> QuantizedRows:
-    """Rows and columns of an (n, k) layer whose tensors `scheme.tensors` accepted; part None: all.
+    """Unpack rows and columns of an (n, k) layer whose tensors `scheme.tensors` accepted; part None: all.
 
-    Rows beyond n are zeros. Raises ConfigError for values that cannot be.
+    Rows beyond n are zeros. Raises ConfigError for invalid values.
     """
     stored = scheme.tensors(n, k, found)
     if "weight_shape" in stored and (shape := read("weight_shape", None).tolist()) != [n, k]:
@@ -187,7 +187,7 @@ def unpack_part(
     cut = [_around(rows, _unit(present.values(), N), n), _around(columns, _unit(present.values(), K), k)]
     if columns != range(k) and _has_order(scheme, k, read, present):
         cut[K] = range(k)
-    if cut[K] != range(k):  # groups that follow each other
+    if cut[K] != range(k):  # contiguous groups need no indices
         present = {name: tensor for name, tensor in present.items() if name not in GROUP_INDICES}
 
     def read_cut(name: str) -> Tensor:
@@ -202,7 +202,7 @@ def _has_order(scheme: WeightScheme, k: int, read: ReadPart, present: Mapping[st
 
 
 def _unit(tensors: Iterable[Stored], axis: int) -> int:
-    """What a cut must be a multiple of."""
+    """Return the unit of cuts along an axis."""
     return math.lcm(*(unit for stored in tensors for along, unit in stored.axes if along == axis and unit != WHOLE))
 
 
@@ -216,7 +216,7 @@ def _within(wanted: range, cut: range) -> range:
 
 
 def _indices(stored: Stored, cut: list[range]) -> Part:
-    """Where the cut lies in a tensor, which may have fewer dimensions. One that stands for all rows has one index."""
+    """Return the cut's indices in a tensor, which may have fewer dimensions, or one index for all rows."""
     return tuple(
         range(1) if unit == WHOLE else range(cut[along].start // unit, -(-cut[along].stop // unit))
         for along, unit in stored.axes

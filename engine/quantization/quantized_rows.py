@@ -1,4 +1,4 @@
-"""The one form in which every stored layout of quantized weights is held before a linear layer is made of it."""
+"""The common form of all layouts of quantized weights, from which linear layers are made."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.layers.linear import Linear
 
 FP8_DTYPE = torch.float8_e4m3fn
 INT4_MIDDLE = 8
-FILLED_GROUP = 32  # columns, of groups that are filled up: the smallest that GEMMs of both devices take
-FILLED_MULTIPLE = 128  # columns, of all such groups: what 4-bit GEMMs on a GPU read at once
-Made = tuple[Linear, str]  # of rows, and what it is in a few words
+FILLED_GROUP = 32  # columns of padded groups: the smallest that GEMMs of both devices support
+FILLED_MULTIPLE = 128  # columns of all padded groups: what 4-bit GEMMs on a GPU read at once
+Made = tuple[Linear, str]  # a layer made of rows, and its kind for logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class QuantizedRows:
     """w[i, order[j]] = (values[i, j] - middle) * scales[i, g] + offsets[i, g],  g = j // group_size.
 
     values (rows, columns): uint8 of `bits`, 2 to 6, with middle 2^(bits - 1); or int8 or e4m3 with middle 0. scales,
-    offsets: float32 (rows, groups). offsets None: zero. order (columns,): None: as they are; an input that is named
-    more than once has a weight of zero but in one place. The last group may be short.
-    quantizes_inputs: the GEMM may quantize its inputs to 8 bits.
+    offsets: float32 (rows, groups). offsets None: zero. order (columns,): None: the identity; an input may occur
+    several times, if all its weights but one are zero. The last group may be short. quantizes_inputs: the GEMM may
+    quantize its inputs to 8 bits.
     """
 
     values: Tensor
@@ -43,7 +43,7 @@ class QuantizedRows:
 
     @property
     def is_packed(self) -> bool:
-        """Whether values have fewer bits than a byte."""
+        """Whether values have fewer than 8 bits."""
         return self.values.dtype == torch.uint8
 
     @property
@@ -60,15 +60,15 @@ class QuantizedRows:
 
     @property
     def has_row_scales(self) -> bool:
-        """Whether the rows have one scale each and no offsets."""
+        """Whether each row has one scale, and no offset."""
         return self.scales.shape[1] == 1 and self.offsets is None
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """(rows, columns) in their own order, computed in float32."""
+        """Dequantize to (rows, columns) in the original column order, computed in float32."""
         (num_rows, num_columns), num_groups = self.values.shape, self.scales.shape[1]
         width = self.group_size if num_groups > 1 else num_columns
         weight = self.values.to(torch.float32)
-        if num_groups * width > num_columns:  # the last group is short
+        if num_groups * width > num_columns:  # a short last group
             weight = functional.pad(weight, (0, num_groups * width - num_columns))
         groups = weight.view(num_rows, num_groups, width)
         groups -= self.middle
@@ -85,24 +85,24 @@ class QuantizedRows:
         return torch.zeros_like(self.scales) if self.offsets is None else self.offsets
 
     def map(self, choose: Callable[[Tensor], Tensor]) -> QuantizedRows:
-        """The rows that `choose` returns of values, scales and offsets, which it is given one after the other."""
-        values = choose(self.values.view(torch.uint8)).view(self.values.dtype)  # bytes, whatever they mean
+        """Apply `choose` to values, scales and offsets."""
+        values = choose(self.values.view(torch.uint8)).view(self.values.dtype)  # as bytes, for any dtype
         offsets = None if self.offsets is None else choose(self.offsets)
         return replace(self, values=values, scales=choose(self.scales), offsets=offsets)
 
     def take_rows(self, rows: Tensor) -> QuantizedRows:
-        """Select rows, in the order given."""
+        """Select rows, in the given order."""
         return self.map(lambda part: part[rows])
 
     def cut_rows(self, rows: range) -> QuantizedRows:
-        """Select rows; zeros stand for those beyond the last."""
+        """Select rows, with zeros for those beyond the last."""
         if rows == range(self.values.shape[0]):
             return self
         start, stop, count = rows.start, min(rows.stop, self.values.shape[0]), len(rows)
         return self.map(lambda part: functional.pad(part[start:stop], (0, 0, 0, count - max(stop - start, 0))))
 
     def cut_columns(self, columns: range) -> QuantizedRows:
-        """The weights of those inputs. Groups become smaller where inputs do not begin or end with them."""
+        """Select inputs. Groups become smaller if the inputs do not start or end at a group."""
         if columns == range(self.num_inputs):
             return self
         if self.order is not None:
@@ -116,10 +116,10 @@ class QuantizedRows:
         return replace(smaller, values=values, scales=smaller.scales[:, groups].contiguous(), offsets=offsets)
 
     def split_groups(self, size: int) -> QuantizedRows:
-        """Divide groups of columns into smaller ones, so that none crosses a multiple of `size` columns."""
+        """Split groups of columns so that none crosses a multiple of `size` columns."""
         smaller = math.gcd(self.group_size, size)
         times, count = self.group_size // smaller, -(-self.values.shape[1] // smaller)
-        if times == 1 or (self.scales.shape[1] == 1 and not self.is_packed):  # GEMMs of 8 bits take scales of rows
+        if times == 1 or (self.scales.shape[1] == 1 and not self.is_packed):  # 8-bit GEMMs take scales of rows
             return self
 
         def spread(values: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class QuantizedRows:
         return self.values.shape[1] if self.order is None else int(self.order.max()) + 1
 
     def _cut_reordered(self, order: Tensor, columns: range) -> QuantizedRows:
-        """The weights of those inputs, sorted by group. Groups are filled up with weights of zero."""
+        """Select inputs of reordered columns, sorted by group. Groups are padded with weights of zero."""
         indices = ((order >= columns.start) & (order < columns.stop)).nonzero()[:, 0]
         groups = indices // self.group_size
         counts = torch.bincount(groups, minlength=self.scales.shape[1])
@@ -151,7 +151,7 @@ class QuantizedRows:
         return QuantizedRows(values, scales, offsets, FILLED_GROUP, cut, self.quantizes_inputs, self.bits)
 
     def _zeros(self, scales: Tensor, offsets: Tensor | None) -> Tensor:
-        """The value in each group that stands for a weight of zero: its zero point."""
+        """Return each group's value for a weight of zero: its zero point."""
         if offsets is None:
             return torch.full(scales.shape, self.middle, dtype=self.values.dtype, device=scales.device)
         zeros = self.middle - (offsets / torch.where(scales == 0, 1.0, scales)).round()
@@ -160,7 +160,7 @@ class QuantizedRows:
 
 
 def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
-    """Stack the rows of all parts; None when they are quantized differently."""
+    """Concatenate the rows of all parts, or return None if they are quantized differently."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -175,7 +175,7 @@ def join_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
     offsets = None
     if any(part.offsets is not None for part in parts):
         offsets = torch.cat([part.offsets_or_zeros() for part in parts])
-    values = torch.cat([part.values.view(torch.uint8) for part in parts])  # bytes, whatever they mean
+    values = torch.cat([part.values.view(torch.uint8) for part in parts])  # as bytes, for any dtype
     return QuantizedRows(
         values.view(first.values.dtype),
         torch.cat([part.scales for part in parts]),

@@ -1,7 +1,6 @@
 """The formats of quantized checkpoints, by `quant_method` of a config.json's `quantization_config`.
 
-Which layers are quantized is not read there: lists of exceptions are spelled in many ways, the tensors themselves are
-not.
+Which layers are quantized is told by the tensors, not by the config, whose lists of exceptions have many spellings.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from common.errors import ConfigError, UnsupportedModelError
 from engine.quantization.formats import auto_round, awq, compressed_tensors, fp8, gptq, modelopt
 from engine.quantization.formats.scheme import CheckpointQuantization, NotSupportedError
 
-DEQUANTIZED = "bitsandbytes (NF4, FP4 and int8)"  # read by another way than formats, see bitsandbytes.py
+DEQUANTIZED = "bitsandbytes (NF4, FP4 and int8)"  # not one of the formats: see bitsandbytes.py
 Parse = Callable[[Mapping[str, Any]], CheckpointQuantization]
 FORMATS: dict[str, tuple[str, Parse]] = {
     "gptq": ("GPTQ (4 and 8 bits)", gptq.parse),
@@ -35,7 +34,7 @@ def quantization_from_hf(raw: Mapping[str, Any]) -> CheckpointQuantization | Non
     if not isinstance(config, Mapping):
         raise ConfigError("config.json: quantization_config is not an object")
     method = str(config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else "unknown"))
-    method = method.removeprefix("intel/")  # of AutoRound's first releases
+    method = method.removeprefix("intel/")  # in AutoRound's first releases
     try:
         if method == "unknown" and {"group_size", "bits"} <= config.keys():
             raise NotSupportedError("MLX's packing, which is for Apple's GPUs,")
@@ -51,6 +50,6 @@ def quantization_from_hf(raw: Mapping[str, Any]) -> CheckpointQuantization | Non
 
 
 def is_mxfp4(raw: Mapping[str, Any]) -> bool:
-    """Whether experts' weights are MXFP4, as gpt-oss is published: no format of linear layers."""
+    """Whether experts' weights are MXFP4, as in gpt-oss; not a format of linear layers."""
     config = raw.get("quantization_config")
     return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"

@@ -1,13 +1,13 @@
-"""Experts that a model asks for in one weight, and a checkpoint has as linear layers of their own.
+"""Experts that a model takes as one stacked weight, and a checkpoint stores as separate linear layers.
 
-Tools that quantize linear layers cut gpt-oss's experts apart first. Of expert e they write, below `mlp.experts`,
+Tools that quantize linear layers first split gpt-oss's experts. For expert e they write, below `mlp.experts`,
 
     GPTQModel        gate_up.e, down.e
     Unsloth          gate_up_projs.e, down_projs.e; and router.linear for the router
     llm-compressor   e.gate_proj, e.up_proj, e.down_proj
 
-each a weight (outputs, inputs) in the tool's format, and a bias. Rows of gate and up in one layer take turns, as the
-columns of the one weight do. Kernels of such experts take them stacked, so these are dequantized when they are read.
+each a weight (outputs, inputs) in the tool's format, and a bias. Rows of gate and up alternate in one layer, as the
+columns of the stacked weight do. Kernels of such experts take stacked weights, so these are dequantized when read.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from engine.loader.checkpoint import Check, Shape
 from engine.quantization.packed_checkpoint import PackedWeights
 
 GATE_UP, DOWN, ROUTER, BIAS = ".experts.gate_up_proj", ".experts.down_proj", ".router.", "_bias"
-LAYOUTS: tuple[tuple[tuple[str, ...], str], ...] = (  # layers of gate and up, the layer of down
+LAYOUTS: tuple[tuple[tuple[str, ...], str], ...] = (  # the layers of gate and up, the layer of down
     (("gate_up.{}",), "down.{}"),
     (("gate_up_projs.{}",), "down_projs.{}"),
     (("{}.gate_proj", "{}.up_proj"), "{}.down_proj"),
-    (("experts.{}.gate_proj", "experts.{}.up_proj"), "experts.{}.down_proj"),  # llm-compressor's earlier ones
+    (("experts.{}.gate_proj", "experts.{}.up_proj"), "experts.{}.down_proj"),  # earlier releases of llm-compressor
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Where a stacked weight or bias lies: outputs of the layers take turns. names: with a place for the expert."""
+    """The layers of a stacked weight or bias, whose outputs alternate. names: with a placeholder for the expert."""
 
     names: tuple[str, ...]
     kind: str
 
     def shapes(self, shape: Shape) -> dict[str, Shape]:
-        """Return the layers' shapes, by the names of their weights or biases. shape: of the stacked one."""
+        """Return the layers' shapes by the names of their weights or biases. shape: of the stacked one."""
         outputs = shape[-1] // len(self.names)
         single = (outputs, shape[1]) if self.kind == "weight" else (outputs,)
         return {self.name(name, expert): single for expert in range(shape[0]) for name in self.names}
@@ -49,10 +49,10 @@ class _Layers:
 
 
 class UnstackedExperts(PartSource):
-    """See the module. Everything else is that of the source."""
+    """Stacks split experts; all other weights are those of the source."""
 
     def __init__(self, source: PartSource, check: Check, needed: Iterable[str], found: Iterable[str]) -> None:
-        """check: of the source, see `check_weights`. needed: the model's weights. found: names in the files."""
+        """check: the source's, see `check_weights`. needed: the model's weights. found: names in the files."""
         self._source, self._check = source, check
         modules = {name.rpartition(".")[0] for name in found}
         self._stacked: dict[str, _Layers] = {}
@@ -66,7 +66,7 @@ class UnstackedExperts(PartSource):
 
     @property
     def is_needed(self) -> bool:
-        """Whether any weight lies otherwise than the model asks for it."""
+        """Whether any weight is stored other than as the model takes it."""
         return bool(self._stacked or self._renamed)
 
     def check(self, needed: Mapping[str, Shape], tied: bool, unused: tuple[str, ...] = ()) -> None:
@@ -98,7 +98,7 @@ class UnstackedExperts(PartSource):
 
 
 def _layers_of(name: str, modules: set[str]) -> _Layers | None:
-    """The layers that a stacked weight or bias is made of; None: it is no such weight, or lies as it is asked for."""
+    """Return the layers of a stacked weight or bias; None for other weights, and for those stored as one."""
     weight = name.removesuffix(BIAS)
     if not weight.endswith((GATE_UP, DOWN)):
         return None

@@ -1,1 +1,1 @@
-"""One file for each format of quantized checkpoints; `engine/quantization/schemes.py` lists them."""
+"""The formats of quantized checkpoints, one file each; `engine/quantization/schemes.py` lists them."""

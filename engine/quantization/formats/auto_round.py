@@ -1,7 +1,7 @@
-"""AutoRound: weights in GPTQ's layout or in AWQ's, under a config of its own that may name layers which differ.
+"""AutoRound: weights in GPTQ's or AWQ's layout, with its own config, which may override layers.
 
-packing_format (earlier `backend`) is auto_round:auto_gptq, with zero points less one, or auto_round:auto_awq.
-extra_config: layers' names -> what differs there; 16 bits are plain weights.
+packing_format (earlier `backend`) is auto_round:auto_gptq, with zero points stored minus one, or auto_round:auto_awq.
+extra_config: overrides by layer name; 16 bits mean plain weights.
 """
 
 from __future__ import annotations

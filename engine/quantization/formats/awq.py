@@ -1,4 +1,4 @@
-"""AWQ: packed along the outputs; nibble i of a word is output ORDER[i] of its eight.
+"""AWQ: packed along the outputs; nibble i of a word is the word's output ORDER[i].
 
 qweight int32 (k, n/8), qzeros int32 (k/g, n/8), scales (k/g, n)
 """
@@ -32,7 +32,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Awq(WeightScheme):
-    """Always with zero points."""
+    """AWQ weights, always with zero points."""
 
     def tensors(self, n: int, k: int, found: Mapping[str, object]) -> dict[str, Stored]:
         groups, words, group = self.num_groups(k), num_words(n, self.bits), (K, self.block[1])
@@ -59,7 +59,7 @@ def parse(config: Mapping[str, Any]) -> CheckpointQuantization:
 
 
 def _columns(words: Tensor) -> Tensor:
-    """int32 (rows, words) -> uint8 (rows, words * 8) in the order of the outputs."""
+    """Unpack int32 (rows, words) to uint8 (rows, words * 8), in the order of the outputs."""
     values = unpack_words(words, 4).view(words.shape[0], -1, 8)
     back = [ORDER.index(place) for place in range(8)]
     return values[..., back].flatten(1)

@@ -1,4 +1,4 @@
-"""compressed-tensors: whole numbers as in `fp8.py`, and integers packed along the inputs, first in the low bits.
+"""compressed-tensors: one byte per weight as in `fp8.py`, or integers packed along the inputs, low bits first.
 
 weight_packed int32 (n, k bits/32), weight_scale (n, k/g), weight_zero_point int32 (n bits/32, k/g), weight_shape,
 weight_g_idx (k,). Zero points are packed along the outputs; both are signed numbers plus half the range.
@@ -38,7 +38,7 @@ from engine.quantization.quantized_rows import QuantizedRows
 
 @dataclass(frozen=True, slots=True)
 class PackQuantized(WeightScheme):
-    """Integers of 4 or 8 bits."""
+    """Packed integers of 4 or 8 bits."""
 
     def tensors(self, n: int, k: int, found: Mapping[str, object]) -> dict[str, Stored]:
         in_word, group = 32 // self.bits, (K, self.block[1])
@@ -74,7 +74,7 @@ class PackQuantized(WeightScheme):
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Packed(Nvfp4):
-    """ModelOpt's numbers under other names; the second scale divides."""
+    """ModelOpt's NVFP4 under other names; scales are divided by the second scale."""
 
     packed: ClassVar[str] = "weight_packed"
     second: ClassVar[str] = "weight_global_scale"
@@ -102,7 +102,7 @@ def parse(config: Mapping[str, Any]) -> CheckpointQuantization:
     schemes, labels = [], []
     for group in groups.values():
         weights = group.get("weights")
-        if weights is None:  # a group of inputs alone
+        if weights is None:  # a group that only quantizes inputs
             continue
         if not isinstance(weights, Mapping):
             raise ConfigError("config.json: the weights of a config group are not an object")

@@ -1,7 +1,7 @@
-"""One byte a weight: e4m3 as DeepSeek and others publish it, and int8 alike, which compressed-tensors has.
+"""One byte per weight: e4m3 as DeepSeek and others publish it, and int8 of compressed-tensors.
 
-weight e4m3 or int8 (n, k), weight_scale (), (1,), (n,), (n, k/g) or one per block, weight_zero_point like it.
-weight_scale_inv multiplies, too.
+weight e4m3 or int8 (n, k), weight_scale (), (1,), (n,), (n, k/g) or one per block, weight_zero_point of the same
+shape. weight_scale_inv is a factor, too.
 """
 
 from __future__ import annotations

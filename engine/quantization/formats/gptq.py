@@ -1,6 +1,6 @@
-"""GPTQ: packed along the inputs, first in the low bits; zero points along the outputs.
+"""GPTQ: packed along the inputs, low bits first; zero points along the outputs.
 
-qweight int32 (k bits/32, n), qzeros int32 (k/g, n bits/32), scales (k/g, n), g_idx (k,): inputs' groups.
+qweight int32 (k bits/32, n), qzeros int32 (k/g, n bits/32), scales (k/g, n), g_idx (k,): the group of each input.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERSIONS = ("gptq", "gptq_v2")
 
 @dataclass(frozen=True, slots=True)
 class Gptq(WeightScheme):
-    """subtracts_one: GPTQ's first format stores zero points less one."""
+    """GPTQ weights. subtracts_one: the first version of the format stores zero points minus one."""
 
     subtracts_one: bool = False
 
@@ -49,7 +49,7 @@ class Gptq(WeightScheme):
         values = unpack_words(read("qweight").t(), self.bits)[:, :k]
         zero_words = read("qzeros")
         if self.subtracts_one:
-            # Whole words, because the tool that subtracts does so: a zero point of 0 borrows from its neighbour.
+            # Added to whole words, as the tool subtracts it: a zero point of 0 borrows from its neighbour.
             zero_words = zero_words + (0x11111111 if self.bits == 4 else 0x01010101)
         zeros = unpack_words(zero_words, self.bits)[:, :n].t()
         order = self.column_order(k, read("g_idx")) if "g_idx" in found else None
@@ -65,7 +65,7 @@ def parse(config: Mapping[str, Any]) -> CheckpointQuantization:
     bits = bits_of(config.get("bits"), (4, 8), "GPTQ")
     base = Gptq(bits, (1, group_size_of(config)), False, subtracts_one=version == "gptq")
     schemes = [base]
-    overrides = config.get("dynamic") or {}  # pattern of names -> what differs there; "-:..." is not quantized
+    overrides = config.get("dynamic") or {}  # name pattern -> overrides; "-:..." is not quantized
     if not isinstance(overrides, Mapping):
         raise ConfigError("config.json: quantization_config.dynamic is not an object")
     for pattern, change in overrides.items():

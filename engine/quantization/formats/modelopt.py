@@ -1,8 +1,8 @@
-"""NVIDIA ModelOpt: FP8 with one scale, and NVFP4, e2m1 numbers with an e4m3 scale per 16 columns and one for all.
+"""NVIDIA ModelOpt: FP8 with one scale, and NVFP4: e2m1 with an e4m3 scale per 16 columns and one for the tensor.
 
     weight uint8 (n, k/2): two numbers a byte, the low half first; weight_scale e4m3 (n, k/16), weight_scale_2 float32
 
-Twice an e2m1 number is a whole one, so NVFP4 is int8 in groups of 16 columns, to the last bit.
+Twice an e2m1 number is an integer, so NVFP4 is exactly int8 in groups of 16 columns.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from engine.quantization.formats.scheme import (
 from engine.quantization.quantized_rows import QuantizedRows
 
 GROUP_SIZE = 16
-DOUBLES = (0, 1, 2, 3, 4, 6, 8, 12)  # of magnitudes, by the low three bits
+DOUBLES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes, by the low three bits
 
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4(WeightScheme):
-    """Held in 8 bits: there are no GEMMs for e2m1 but those of experts, whose scales are other ones."""
+    """NVFP4 weights, held in 8 bits: the only GEMMs for e2m1 are those of experts, with another kind of scale."""
 
     packed: ClassVar[str] = "weight"
     second: ClassVar[str] = "weight_scale_2"

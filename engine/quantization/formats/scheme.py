@@ -1,8 +1,7 @@
-"""What a format of quantized checkpoints is: its config, the tensors of a linear layer, and rows made of them.
+"""The interface of a checkpoint format: its config, the tensors of a linear layer, and the rows made of them.
 
-A format's file has `parse`, from `quantization_config` to a `CheckpointQuantization`, and for each way in which it
-stores a weight a `WeightScheme`. Everywhere w = (value - zero point) * scale. Knows nothing of files: shapes are
-given, tensors are read by name.
+A format's file has `parse`, from `quantization_config` to a `CheckpointQuantization`, and a `WeightScheme` for each
+way of storing a weight. Always w = (value - zero point) * scale. Schemes know no files: they read tensors by name.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ Shape = tuple[int, ...]
 Read = Callable[[str], Tensor]
 FLOATS = ("F16", "BF16", "F32")
 INTS = ("I32", "I64")
-# Tensors that show that a layer is quantized, even when others are missing.
+# Tensors that mark a layer as quantized, even if others are missing.
 MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
-# Scales of inputs that were measured beforehand. Here inputs are quantized with scales of their own, if at all.
+# Static scales of inputs. Here inputs are quantized with their own scales, if at all.
 UNUSED = ("input_scale", "activation_scale", "input_zero_point", "output_scale", "input_global_scale")
 Axis = tuple[int, int]
-"""Dimension of the weight (N or K), and how many of its rows or columns an index stands for; WHOLE: all of them."""
+"""Dimension of the weight (N or K), and how many of its rows or columns an index covers; WHOLE: all of them."""
 N, K = 0, 1
-WHOLE = 0  # a block that spans all rows or all columns
+WHOLE = 0  # a block of all rows or all columns
 TENSOR, ROW = (WHOLE, WHOLE), (1, WHOLE)
 
 
 class NotSupportedError(Exception):
-    """What a format's config asks for and nothing here reads."""
+    """A format's config asks for something that is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Requirements on one tensor of a layout: any of `shapes`. axes: of its dimensions; none: it is never cut."""
+    """Requirements on one stored tensor: one of `shapes`. axes: of its dimensions; empty: it is never cut."""
 
-    types: tuple[str, ...]  # as safetensors names them
+    types: tuple[str, ...]  # names of safetensors' types
     shapes: tuple[Shape, ...]
     axes: tuple[Axis, ...] = ()
     is_optional: bool = False
@@ -49,11 +48,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme(ABC):
-    """How one linear layer's weight, of n outputs and k inputs, is stored.
+    """How a linear layer's weight of n outputs and k inputs is stored.
 
     block: rows (outputs) and columns (inputs) that share a scale; WHOLE is all of them.
     is_symmetric: no zero points are stored. GPTQ and AWQ always store them.
-    quantizes_inputs: the layer was made for inputs of 8 bits, so its GEMM may quantize them.
+    quantizes_inputs: the layer is made for 8-bit inputs, so its GEMM may quantize them.
     """
 
     bits: int
@@ -63,15 +62,15 @@ class WeightScheme(ABC):
 
     @abstractmethod
     def tensors(self, n: int, k: int, found: Mapping[str, object]) -> dict[str, Stored]:
-        """The tensors of a layer by the last part of their names. `found`: the names that are there."""
+        """Return the tensors of a layer by the last part of their names. found: the stored names."""
 
     @abstractmethod
     def rows(self, n: int, k: int, read: Read, found: Mapping[str, object]) -> QuantizedRows:
-        """Make rows of what `tensors` accepted. Raises ConfigError for values that cannot be."""
+        """Make rows of the tensors that `tensors` accepted. Raises ConfigError for invalid values."""
 
     @property
     def held_bits(self) -> int:
-        """Bits of a weight in memory, on any device."""
+        """Bits of a weight in memory, on all devices."""
         return self.bits
 
     def num_groups(self, k: int) -> int:
@@ -79,10 +78,10 @@ class WeightScheme(ABC):
         return 1 if columns == WHOLE else -(-k // columns)
 
     def column_order(self, k: int, g_idx: Tensor) -> Tensor | None:
-        """Columns sorted by group; None when they are already. Raises ConfigError for groups of other sizes."""
+        """Return the columns sorted by group, or None if they are sorted. Raises ConfigError for unequal groups."""
         columns = self.block[1] or k
         expected = torch.arange(k, device=g_idx.device) // columns
-        if bool((g_idx == -1).all()) or torch.equal(g_idx.long(), expected):  # -1: a placeholder
+        if bool((g_idx == -1).all()) or torch.equal(g_idx.long(), expected):  # -1 is a placeholder
             return None
         order = torch.argsort(g_idx, stable=True)
         if not torch.equal(g_idx[order].long(), expected):
@@ -97,7 +96,7 @@ class WeightScheme(ABC):
         return ((blocks, groups), (blocks,)) if groups == 1 else ((blocks, groups),)
 
     def per_row(self, n: int, k: int, values: Tensor) -> Tensor:
-        """Values per tensor, row or block as (n, groups)."""
+        """Expand values per tensor, row or block to (n, groups)."""
         rows, groups = self.block[0], self.num_groups(k)
         if rows == WHOLE:
             return values.reshape(1, 1).expand(n, 1)
@@ -106,16 +105,17 @@ class WeightScheme(ABC):
     def integer_rows(
         self, k: int, values: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None, stores_middles: bool
     ) -> QuantizedRows:
-        """values uint8 (n, k) and zero points (n, groups) in the same range; int8 is made of 8-bit values.
+        """Make rows of values uint8 (n, k) and zero points (n, groups) in the same range; 8-bit values become int8.
 
-        stores_middles: zero points in the middle are no chance of a part, but what all of the weight has.
+        stores_middles: if all zero points are the middle, that is a property of the whole weight, not by chance of
+        this part.
         """
         middle = INT4_MIDDLE if self.bits == 4 else 128
         offsets: Tensor | None = (middle - zeros) * scales
         if stores_middles and not bool((zeros != middle).any()):
             offsets = None
         if self.bits == 8:
-            values = (values ^ 128).view(torch.int8)  # the same as subtracting 128
+            values = (values ^ 128).view(torch.int8)  # equals subtracting 128
         if order is not None:
             values = values[:, order]
         return self.made_rows(k, values, scales, offsets, order)
@@ -132,14 +132,14 @@ class WeightScheme(ABC):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
-    """`label` names it in logs and worker infos. A quantized layer follows the first scheme that its tensors fit."""
+    """label: for logs and worker infos. A quantized layer has the first of the schemes that its tensors fit."""
 
     label: str
     schemes: tuple[WeightScheme, ...]
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """int32 (rows, words) -> uint8 (rows, words * 32 / bits): values from the low bits up."""
+    """Unpack int32 (rows, words) to uint8 (rows, words * 32 / bits), low bits first."""
     whole = (
         words.flatten().view(torch.uint8).view(words.shape[0], 4 * words.shape[1])
     )  # little endian: low bytes first
@@ -149,7 +149,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def num_words(count: int, bits: int) -> int:
-    """Words of 32 bits that hold `count` values."""
+    """Return the number of 32-bit words for `count` values."""
     return -(-count * bits // 32)
 
 
@@ -160,7 +160,7 @@ def bits_of(value: Any, known: tuple[int, ...], what: str) -> int:
 
 
 def group_size_of(config: Mapping[str, Any]) -> int:
-    """Columns that share a scale; -1 in the config is WHOLE."""
+    """Return the columns that share a scale; -1 in the config is WHOLE."""
     value = config.get("group_size", config.get("q_group_size", 128))
     if type(value) is not int or not (value == -1 or value > 0):
         raise ConfigError(f"config.json: quantization_config.group_size must be -1 or positive, not {value!r}")
