@@ -1,1 +1,1 @@
-"""Steps of few rows on a GPU, by GEMMs that read weights fastest: the ops of blocks, and which GEMM a layer takes."""
+"""Steps of few rows on a GPU with the GEMMs that read weights fastest: ops of blocks, and each layer's GEMM."""

@@ -1,4 +1,4 @@
-"""Which kernel the GEMM of a layer takes in steps of so many rows; None: cuBLAS, or the layer's own, is faster."""
+"""Chooses the kernel of a layer's GEMM by the number of rows; None: cuBLAS, or the layer's own GEMM, is faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.gpu.few_rows.split_k import SplitKWorkspace
 
 
 def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> LinearLayer | None:
-    """(num_rows, in) -> (num_rows, out)."""
+    """Return the GEMM (num_rows, in) -> (num_rows, out), or None."""
     if not is_16_bit(layer):
         return None
     n, k = layer.weight.shape
@@ -26,7 +26,7 @@ def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> LinearLaye
 
 
 def gated_gemm(gate_up: Linear, num_rows: int, is_gelu: bool) -> LinearLayer | None:
-    """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2). is_gelu: GELU instead."""
+    """Return the GEMM (num_rows, in) -> silu(gate) * up, (num_rows, out / 2), or None. is_gelu: GELU instead."""
     if not is_16_bit(gate_up):
         return None
     n, k = gate_up.weight.shape
@@ -39,5 +39,5 @@ def gated_gemm(gate_up: Linear, num_rows: int, is_gelu: bool) -> LinearLayer | N
 
 
 def is_16_bit(layer: Linear) -> bool:
-    """Whether the weight is plain, and of a type that these kernels take."""
+    """Whether the weight is plain, and of a 16-bit dtype, as these kernels need."""
     return layer.is_plain and layer.weight.dtype.itemsize == 2

@@ -1,6 +1,6 @@
-"""Blocks of one decode row: norm, gate and residual are part of the GEMVs, so nothing is ever pending.
+"""Blocks of one decode row: norm, gate and residual are fused into the GEMVs, so no output is ever pending.
 
-For plain weights. All blocks of a model take these ops, or none does: the next one expects nothing pending.
+For plain weights. All blocks of a model take these ops, or none does, since an op expects nothing pending.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mlp(block: Mlp, target: Target) -> GpuOp:
 
 
 def nothing_pending(residual: Tensor, pending: Pending | None) -> Tensor:
-    """The body norms the residual itself."""
+    """Return the residual as it is, since the body norms it."""
     return residual
 
 

@@ -1,4 +1,4 @@
-"""An output that GEMMs leave as split-K partials, until it is added to the residual."""
+"""An output that a GEMM leaves as split-K partials, which are summed where it is added to the residual."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.gpu.few_rows.partials import add_rms_norm_of_partials
 
 @dataclass(frozen=True, slots=True)
 class Partials(PendingOutput):
-    """An output as parts that have to be added up, (num_parts, num_tokens, hidden)."""
+    """An output as split-K partials (num_parts, num_tokens, hidden)."""
 
     values: Tensor
 

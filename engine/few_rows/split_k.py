@@ -1,7 +1,7 @@
-"""Blocks of up to 64 decode rows of a small model: a GEMM's weights are on the chip before it starts.
+"""Blocks of up to 64 decode rows of a small model: a GEMM loads its weights to the chip before its input is ready.
 
-GEMMs leave split-K partials (`kernels.gpu.few_rows.preloaded_gemm`), which the kernels after them add up: rotation,
-norms, gate. With larger weights there is no room to bring them early, and with more rows x takes longer than they.
+GEMMs leave split-K partials (`kernels.gpu.few_rows.preloaded_gemm`), which the next kernels sum: rotation, norms,
+gate. Larger weights do not fit on the chip that early, and with more rows x takes longer to load than the weights.
 Measured in models all of whose GEMMs have a configuration.
 """
 
@@ -49,7 +49,7 @@ def mlp(block: Mlp, target: Target) -> GpuOp:
 
 
 def gemm(layer: Linear, num_rows: int) -> LinearLayer:
-    """(num_rows, in) -> partials (num_splits, num_rows, out)."""
+    """Return the GEMM (num_rows, in) -> partials (num_splits, num_rows, out)."""
     config = config_of(layer, num_rows)
     assert config is not None, "the rule fits these shapes"
     return partial(preloaded_linear, weight=layer.weight, bias=layer.bias, config=config)

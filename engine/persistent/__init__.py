@@ -1,1 +1,1 @@
-"""Steps of one decode row as one persistent kernel, for models that it takes."""
+"""Steps of one decode row as one persistent kernel, for models that it supports."""

@@ -1,4 +1,4 @@
-"""Which models the persistent kernel takes, and how it finds their weights."""
+"""Decides which models the persistent kernel supports, and collects their weights for it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from kernels.gpu.persistent.decoder import Parameters, PersistentDecoder
 from kernels.gpu.persistent.shape import HEAD_DIM, LATENT_RANK, ROPE_DIM, Shape
 
 logger = logging.getLogger(__name__)
-DTYPE = torch.bfloat16  # of norms, KV, and of weights that are not quantized
+DTYPE = torch.bfloat16  # of norms, KV and plain weights
 E4M3 = torch.float8_e4m3fn
 
 
 def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder | None:
-    """A decoder of single rows by the persistent kernel; None: it does not take the model, or is not asked for."""
+    """Return a decoder of single rows by the persistent kernel; None if it does not fit the model or is off."""
     if not config.of(PersistentSettings).persistent_kernel or not has_wgmma(pool) or not is_plain(model, pool):
         return None
     is_e4m3 = is_quantized(model.blocks[0])
@@ -44,12 +44,12 @@ def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder
         return None
     decoder = PersistentDecoder(shape, parameters_of(model), pool)
     executor = ThreadPoolExecutor(1, "persistent-kernel")
-    compiling = executor.submit(decoder.compiler())  # while the warm-up compiles others: each takes one core
+    compiling = executor.submit(decoder.compiler())  # during the warm-up's other compilations: each takes one core
     executor.shutdown(wait=False)
 
     def decode(inputs: GpuInputs) -> Tensor:
         own = inputs.groups[0]
-        wait((compiling,))  # if it failed, the step says why
+        wait((compiling,))  # if it failed, the step raises the error
         return decoder.step(inputs.token_ids, inputs.positions, inputs.lengths, own.slots, own.decode_tables)
 
     logger.info("steps of one row: one persistent kernel")
@@ -57,7 +57,7 @@ def open_decoder(model: Model, pool: Tensor, config: EngineConfig) -> RowDecoder
 
 
 def shape_of(config: ModelConfig, block_size: int, programs: int, is_e4m3: bool = False) -> Shape:
-    """The kernel's constants. programs: one for each multiprocessor."""
+    """Return the kernel's constants. programs: one per multiprocessor."""
     kv_heads = config.num_heads // 8 if config.latent is not None else config.num_kv_heads
     sizes = config.hidden_size, config.num_heads, kv_heads
     if (moe := config.moe) is None:
@@ -72,7 +72,7 @@ def shape_of(config: ModelConfig, block_size: int, programs: int, is_e4m3: bool 
 
 
 def is_plain(model: Model, pool: Tensor) -> bool:
-    """Whether all layers are what the kernel computes: one kind of attention and weights, no biases but W_qkv's."""
+    """Whether the kernel computes all layers: one kind of attention and weights, no biases except W_qkv's."""
     config, dtypes = model.config, {model.embedding.dtype, model.hidden_dtype, pool.dtype}
     layout = kv_layout(config, pool.dtype)
     return (
@@ -98,7 +98,7 @@ def has_plain_heads(config: ModelConfig) -> bool:
 
 
 def has_plain_layers(model: Model) -> bool:
-    """Whether all layers have an MLP, or the first ones one that a token's experts in the others have room for."""
+    """Whether all layers have an MLP, or only the first ones, of a size that a token's experts have in the others."""
     if (moe := model.config.moe) is None:
         return True
     num_dense, mlps = len(moe.dense_layers), model.blocks[1::2]
@@ -110,7 +110,7 @@ def has_plain_layers(model: Model) -> bool:
 
 
 def is_plain_attention(block: Block) -> bool:
-    """Here and below: subclasses compute something else."""
+    """Whether the kernel computes the block. Here and below: not subclasses, which compute something else."""
     if type(block) is AbsorbedLatentAttention:
         return not has_biases(block) and has_linears(block)
     if type(block) is not Attention or block.output.bias is not None:
@@ -123,7 +123,7 @@ def is_plain_mlp(block: Block) -> bool:
 
 
 def is_plain_moe(block: Block) -> bool:
-    """Experts chosen by the softmax of their logits alone, all of them here, and shared ones."""
+    """Whether experts are chosen by a plain softmax of their logits, and are all on this rank."""
     if type(block) is not Moe or block.slots is not None or block.loads is not None:
         return False
     rule = block.rule
@@ -140,7 +140,7 @@ def has_biases(block: Block) -> bool:
 
 
 def has_linears(block: Block) -> bool:
-    """Whether its layers are plain, or all of them e4m3 with scales of rows."""
+    """Whether the block's layers are all plain, or all e4m3 with scales of rows."""
     layers = [ref.layer for ref in block.linears()]
     return all(each.is_plain for each in layers) or all(map(has_e4m3_rows, layers))
 
@@ -155,7 +155,7 @@ def is_quantized(block: Block) -> bool:
 
 
 def parameters_of(model: Model) -> Parameters:
-    """The model's weights where they are, but for norms, which the kernel reads a layer at a time."""
+    """Collect the model's weights without copies, except norms, which the kernel reads layer by layer."""
     weights, scales, biases, norms, latents = [], [], [], [], []
     scale = HEAD_DIM**-0.5
     routers = [router for block in model.blocks[1::2] for router in router_of(block)]
@@ -186,7 +186,7 @@ def qk_norms_of(attention: Attention) -> tuple[Tensor, Tensor]:
 
 
 def weights_of(block: Block, moe: MoeConfig | None) -> tuple[Linear, Linear] | tuple[Stack, Stack]:
-    """Return the layers or stacks of gate and up, and of down. moe: of the model."""
+    """Return the layers or stacks of gate_up and of down. moe: of the model."""
     if isinstance(block, Moe):
         return stacked_of(block).gate_up, stacked_of(block).down
     assert isinstance(block, Mlp)
@@ -194,7 +194,7 @@ def weights_of(block: Block, moe: MoeConfig | None) -> tuple[Linear, Linear] | t
 
 
 def cut_into_experts(block: Mlp, moe: MoeConfig) -> tuple[Stack, Stack]:
-    """A copy of an MLP as experts that add up to it, as many as a token has; what the last ones lack is zeros."""
+    """Copy an MLP as experts that add up to it, as many as a token has, padded with zeros."""
     count, size = num_chosen(moe), moe.intermediate_size
     gate, up = block.gate_up.weight.chunk(2)
     missing = count * size - len(gate)
@@ -204,7 +204,7 @@ def cut_into_experts(block: Mlp, moe: MoeConfig) -> tuple[Stack, Stack]:
 
 
 def num_chosen(moe: MoeConfig) -> int:
-    """Experts of a token, with the shared ones."""
+    """Return the number of a token's experts, with the shared ones."""
     return moe.num_experts_per_token + moe.num_shared_experts
 
 

@@ -1,1 +1,1 @@
-"""CUDA graphs of steps with short prompts; without this package they run eagerly, as long prompts do."""
+"""CUDA graphs for steps with short prompts; without this package these run eagerly, as long prompts do."""

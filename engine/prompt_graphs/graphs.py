@@ -1,7 +1,7 @@
-"""Steps with short prompts as CUDA graphs: starting their kernels one by one takes longer than running them.
+"""Steps with short prompts as CUDA graphs, since launching their kernels one by one takes longer than they run.
 
 Every row of such a step, decode rows too, is a row of the paged prefill kernel, whose work is a list of tiles. A
-graph has a fixed number of tokens, tiles and samples; what a step does not need is padding that stores nothing. See
+graph has a fixed number of tokens, tiles and samples; unused ones are padding that stores nothing. See
 docs/decisions/kernel-launches-and-cuda-graphs.md.
 """
 
@@ -31,7 +31,7 @@ from kernels.gpu.prompt_graphs.merge_splits import PrefillSplits, split_workspac
 from kernels.gpu.prompt_graphs.split_tiles import num_spare_tiles, split_tiles
 
 logger = logging.getLogger(__name__)
-# Of a row, or where tiles are split of a program: with more, the backend for eager steps is faster.
+# Most keys of a row, or with split tiles of a program; for more, the backend of eager steps is faster.
 MAX_KEYS, MAX_SPLIT_KEYS = 8192, 16384
 
 
@@ -39,10 +39,10 @@ def prompt_step(
     forward: FusedForward, state: DeviceState, sampler: DeviceSampler, attended: Tensor,
     workspace: tuple[Tensor, ...], inputs: PromptInputs,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run one step. Returns its sampled tokens int64 (num_rows,), negative where there is none, and their logits.
+    """Run one step. Returns its sampled tokens int64 (num_rows,), negative if there is none, and their logits.
 
-    Of a stage that passes hidden states on: those of all tokens, and nothing.
-    attended: (MAX_GRAPH_TOKENS, num_heads * head_dim), finite, so that padding is. workspace: of
+    A stage that passes hidden states on returns those of all tokens, and an empty tensor.
+    attended: (MAX_GRAPH_TOKENS, num_heads * head_dim), finite, for padding. workspace: from
         `split_workspace`, or empty.
     """
     source = inputs.fields[SOURCE].long()
@@ -70,7 +70,7 @@ def prompt_step(
 
 
 class PromptGraphs:
-    """A graph for each number of tokens and of rows. `captures=False` runs the same steps eagerly, for tests."""
+    """A graph for each number of tokens and rows. captures: False runs the same steps eagerly, for tests."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class PromptGraphs:
         max_tokens: int,
         captures: bool = True,
     ) -> None:
-        """group: query heads of a KV head. num_buffers: of staging, more than steps in flight."""
+        """group: query heads per KV head. num_buffers: of staging, more than steps in flight."""
         device, sampler = state.last_tokens.device, samples.on_device
         self._samples, self._ranks, self._block_size = samples, ranks, block_size
         attended = torch.zeros(MAX_GRAPH_TOKENS, forward.attention.width, dtype=forward.dtype, device=device)
@@ -109,7 +109,7 @@ class PromptGraphs:
             self._capture()
 
     def takes(self, batch: GpuBatch) -> bool:
-        """Whether there is a graph for the step, which gives nobody the hidden states of its tokens."""
+        """Whether there is a graph for the step, and no row needs the hidden states of its tokens."""
         pairs = zip(batch.rows, batch.requests, strict=True)
         if self._shape_of(batch) is None or any(reads_hidden(row, request) for row, request in pairs):
             return False
@@ -120,22 +120,22 @@ class PromptGraphs:
 
     @staticmethod
     def order(batch: GpuBatch) -> list[int]:
-        """Rows in the order of their tokens in a graph: first decode rows, whose token only the device knows."""
+        """Return the order of rows in a graph: first decode rows whose token only the device knows."""
         return sorted(range(len(batch.rows)), key=lambda i: batch.rows[i].stop <= len(batch.requests[i].token_ids))
 
     def shape_of(self, batch: GpuBatch) -> tuple[int, int]:
-        """Tokens and samples of the graph that takes the step, with what pads it."""
+        """Return the padded numbers of tokens and samples of the step's graph."""
         shape = self._shape_of(batch)
         assert shape is not None, "takes() was asked"
         return shape
 
     def _shape_of(self, batch: GpuBatch) -> tuple[int, int] | None:
-        """The smallest shape that holds the step."""
+        """Return the smallest shape that holds the step."""
         num_tokens, num_rows = sum(row.num_tokens for row in batch.rows), len(batch.rows)
         return next((shape for shape in self.shapes if num_tokens <= shape[0] and num_rows <= shape[1]), None)
 
     def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
-        """Queue a step. turn: the buffer."""
+        """Queue a step. turn: its staging buffer."""
         token_ids, logits, sampling = self.run(batch, turn)
         step.takes_drafts = not self._parts[0].is_observed
         if self._ranks.passes_on:
@@ -146,7 +146,7 @@ class PromptGraphs:
             step.waits.append(mark(self._buffer.device))
 
     def run(self, batch: GpuBatch, turn: int) -> tuple[Tensor, Tensor, list[int]]:
-        """Run the step. Returns what `prompt_step` does, and the rows of the batch that its tokens belong to."""
+        """Run the step. Returns `prompt_step`'s result, and the batch's row of each sampled token."""
         shape = self.shape_of(batch)
         sampling = self._fill(self._inputs(self._staging[turn], *shape), batch)
         used = PromptInputs.size(*self._sizes(*shape))
@@ -159,7 +159,7 @@ class PromptGraphs:
         return *output, sampling
 
     def _fill(self, host: PromptInputs, batch: GpuBatch) -> list[int]:
-        """Write the inputs of a step; returns the rows that sample."""
+        """Write the inputs of a step. Returns the rows that sample."""
         fields, tiles, merges, samples = (
             part.numpy() for part in (host.fields, host.tiles, host.merges, host.samples)
         )  # fmt: skip
@@ -200,12 +200,12 @@ class PromptGraphs:
     def _capture(self) -> None:
         began = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        self._buffer.zero_()  # no tiles, and no samples; slots are set below
+        self._buffer.zero_()  # no tiles and no samples; slots are set below
         for shape in reversed(self.shapes):
             inputs = self._inputs(self._buffer, *shape)
             inputs.fields[SLOT:] = -1
             inputs.samples[ROW] = self._parts[2].max_rows
-            prompt_step(*self._parts, inputs)  # compiles kernels, chooses algorithms
+            prompt_step(*self._parts, inputs)  # compiles kernels and chooses algorithms
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

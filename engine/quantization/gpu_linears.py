@@ -40,7 +40,7 @@ from kernels.quantization.packed_weights import PackedWeight, can_pack, pack_wei
 from kernels.quantization.quantized_gemm import FP8_DTYPE
 from kernels.quantization.w4a16_gemm import MAX_GROUP, PackedW4, dequantize_w4, pack_w4
 
-COLUMN_MULTIPLE = 16  # of 8-bit GEMMs; other layers stay plain
+COLUMN_MULTIPLE = 16  # of inputs of 8-bit GEMMs; other layers stay plain
 FP8_CAPABILITY = (8, 9)  # GPUs with e4m3 tensor cores
 MIN_GROUP = 16  # columns of 4-bit groups, which are powers of two or multiples of one
 QuantizedInput = tuple[Tensor, Tensor]  # values (num_planes * rows, in), float32 scales (rows,)

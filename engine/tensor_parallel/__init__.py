@@ -1,1 +1,1 @@
-"""Tensor parallelism: ranks that execute the same plans on their shards, and what they exchange."""
+"""Tensor parallelism: ranks execute the same plans on their shards, and exchange activations."""

@@ -1,4 +1,4 @@
-"""What a process is among ranks, and the ranks behind rank 0: processes of this host's, or a stage on another."""
+"""Assembles a process's place among ranks, and for rank 0 the other ranks: processes here, or a stage elsewhere."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def cpu_ranks(
     source: HiddenSource | None = None,
     sink: HiddenSink | None = None,
 ) -> RankContext[Seams]:
-    """What this process is. group: of the ranks that have the other shards. source, sink: the stages around it."""
+    """Return this process's context. group: of the ranks with the other shards. source, sink: adjacent stages."""
     seams = Seams() if group is None else seams_of(loaded.model, group, loaded.config.vocab_size)
     inbox, listener = EMBEDDING, NO_LISTENER
-    if source is not None:  # in float32, as the residual is
+    if source is not None:  # in float32, like the residual
         inbox = HiddenInbox(source, torch.zeros(config.max_num_batched_tokens, loaded.config.hidden_size))
     if config.of(ExpertBalancingSettings).expert_rebalance_interval and group is not None:
         listener = ExpertRearranger(linear_experts(loaded.model.blocks), group)
@@ -46,10 +46,10 @@ def cpu_ranks(
 
 
 class FollowedRanks(Ranks):
-    """Rank 0 of several."""
+    """Rank 0 of several ranks."""
 
     def __init__(self, config: EngineConfig, device: torch.device, gpu: GpuConfig) -> None:
-        """Start the ranks behind this one. Raises ConfigError without GPUs for them."""
+        """Start the other ranks. Raises ConfigError if there are not enough GPUs."""
         self.shard, self.stage = place_of(0, config)
         self.num_stages = config.pp if gpu.overlap else 1
         self._config = config
@@ -81,7 +81,7 @@ class FollowedRanks(Ranks):
         self, make: Callable[..., Any], loaded: LoadedModel, memory: PoolMemory, geometry: PoolGeometry,
         num_host_slots: int, max_model_len: int,
     ) -> ParallelRunner:  # fmt: skip
-        """See Ranks: give all their pools, and join them. geometry: rank 0's, with everybody's number of blocks."""
+        """See Ranks: give pools to all ranks and join them. geometry: rank 0's, with the common number of blocks."""
         config, followers, on_gpu = self._config, self._followers, loaded.device.type == "cuda"
         is_remote = isinstance(followers, RemoteStage)
         is_shared = memory.shares_device_pools and not is_remote
@@ -94,7 +94,7 @@ class FollowedRanks(Ranks):
             followers.give_pools(told)
             source = followers.hidden_source()
         elif on_gpu:
-            from engine.pipeline_parallel.gpu_stages import open_ends  # these need triton
+            from engine.pipeline_parallel.gpu_stages import open_ends  # both need triton
             from engine.tensor_parallel.gpu_group import open_group
 
             followers.give_pools(told)
@@ -114,7 +114,7 @@ class FollowedRanks(Ranks):
         return ParallelRunner(local, followers, self.num_stages, is_eager=is_remote or not on_gpu)
 
     def _others(self, model: ModelConfig) -> list[Shard]:
-        """What ranks 1, 2, ... have of the model."""
+        """Return the shards of ranks 1, 2, ..."""
         from engine.pipeline_parallel.staged import divide_layers, shard_of
 
         layers = divide_layers(model, self._config.pp)

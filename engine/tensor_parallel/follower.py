@@ -1,4 +1,4 @@
-"""`python -m engine.tensor_parallel.follower FD`: a rank, which launches the plans that rank 0 sends."""
+"""`python -m engine.tensor_parallel.follower FD`: another rank, which launches the plans that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when the process stops
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = socket.socket(fileno=int(sys.argv[1]))
     start, _ = _receive(link, FollowerStart)
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def follow(read: Callable[[], bytes], runner: Any) -> NoReturn:
-    """Launch the steps that come, until rank 0 ends."""
+    """Launch steps as their plans come, until rank 0 ends."""
     decoder = msgspec.msgpack.Decoder(FollowerStep)
     in_flight: deque[PendingStep] = deque()
     num_finished = 0
@@ -75,7 +75,7 @@ def follow(read: Callable[[], bytes], runner: Any) -> NoReturn:
             pending = in_flight.popleft()
             if isinstance(pending, UnsampledStep):
                 pending.take(sampled)
-            else:  # a peer of rank 0, which has sampled the same
+            else:  # a peer of rank 0 has sampled the same tokens
                 pending.result()
             num_finished += 1
         while num_finished < step.num_finished:
@@ -85,7 +85,7 @@ def follow(read: Callable[[], bytes], runner: Any) -> NoReturn:
 
 
 def _start(link: socket.socket, start: FollowerStart) -> Any:
-    """Load this rank's part of the model, join the group, and warm up together with the others."""
+    """Load this rank's part of the model, join the group and warm up together with the other ranks."""
     on_gpu = start.device == "cuda"
     if start.engine.num_threads:
         torch.set_num_threads(start.engine.num_threads)
@@ -104,7 +104,7 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     if on_gpu:
         from engine.gpu.runner import GpuRunner
         from engine.pipeline_parallel.gpu_stages import open_ends
-        from engine.tensor_parallel.gpu_group import open_group  # these need triton
+        from engine.tensor_parallel.gpu_group import open_group  # both need triton
         from engine.tensor_parallel.gpu_seams import gpu_ranks
 
         kv_pool = _shared_pool(link, geometry, device) if pool.is_shared else allocate_pool(geometry, device)
@@ -136,12 +136,12 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
         loaded.constraints.prepare()
     runner.warmup()
     gc.collect()
-    gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
+    gc.freeze()  # loaded objects stay alive; traversing them would add 90 ms to some steps
     return runner
 
 
 def _plan_from(link: socket.socket) -> bytes:
-    """Ends the process when the engine is gone."""
+    """Receive a plan. Ends the process if the engine has ended."""
     try:
         return bytes(receive_frame(link))
     except OSError:
@@ -153,11 +153,11 @@ def _end() -> NoReturn:
 
 
 def _num_blocks(loaded: LoadedModel, start: FollowerStart) -> int:
-    """KV blocks that fit the GPU, of a stage whose layers need other memory than rank 0's; else 0."""
+    """Return how many KV blocks fit the GPU of a stage, whose layers differ from rank 0's; else 0."""
     config = start.engine
     if start.device != "cuda" or start.stage is None or config.num_gpu_blocks or config.kv_cache_gb:
         return 0
-    from engine.memory_profiling.profile import num_blocks_that_fit  # these need triton
+    from engine.memory_profiling.profile import num_blocks_that_fit  # both need triton
     from engine.tensor_parallel.gpu_seams import in_trials
 
     max_model_len = loaded.config.context_length(config.max_model_len)
@@ -165,7 +165,7 @@ def _num_blocks(loaded: LoadedModel, start: FollowerStart) -> int:
 
 
 def _shared_pool(link: socket.socket, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
-    """A pool that rank 0 maps, too."""
+    """Allocate a pool that rank 0 maps, too."""
     kv_pool, fd = shareable_pool(geometry, device)
     socket.send_fds(link, [READY], [fd])
     os.close(fd)
@@ -178,7 +178,7 @@ def _exchange(link: socket.socket, size: int, fd: int) -> list[int]:
 
 
 def _receive(link: socket.socket, kind: type[T]) -> tuple[T, list[int]]:
-    """Ends the process when rank 0 is gone."""
+    """Receive a message. Ends the process if rank 0 has ended."""
     begun, fds, _, _ = socket.recv_fds(link, LENGTH.size, 1)
     try:
         return msgspec.msgpack.decode(receive_frame(link, begun=begun), type=kind), fds
@@ -191,7 +191,7 @@ def _watch(link: socket.socket) -> None:
 
 
 def _end_with_rank_0(link: socket.socket) -> None:
-    """However rank 0 ends, its end of the link is closed; a collective would wait for it for minutes."""
+    """End with rank 0, whose end closes the link; a collective would wait for minutes."""
     link.recv(1)
     _end()
 

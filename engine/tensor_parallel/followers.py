@@ -1,4 +1,4 @@
-"""The processes of ranks 1 to n - 1, as rank 0 sees them: started, given their pools, watched and ended."""
+"""The processes of ranks 1 to n - 1: rank 0 starts them, gives them pools, watches and ends them."""
 
 from __future__ import annotations
 
@@ -35,44 +35,44 @@ POLL_SECONDS = 0.5
 
 
 class FollowerStart(msgspec.Struct):
-    """First message to a follower. The descriptors are inherited under the same numbers."""
+    """The first message to a follower. Its descriptors are inherited under the same numbers."""
 
-    rank: int  # this process's, see `place_of`
+    rank: int  # the follower's rank, see `place_of`
     shard: Shard
-    device: str  # type of it
-    engine: EngineConfig  # resolved
+    device: str  # device type
+    engine: EngineConfig  # resolved config
     gpu: GpuConfig
     folder: str  # where ranks and stages meet
     ring_fd: int
     wake_fd: int
     log_format: str
     stage: Stage | None = None
-    hidden_in: RingFds | None = None  # on a CPU, of stages: where hidden states come from, and where they go
+    hidden_in: RingFds | None = None  # rings from the previous and to the next stage, on a CPU
     hidden_out: RingFds | None = None
-    is_remote: bool = False  # on another host: what descriptors and rings carry comes and goes by the link
+    is_remote: bool = False  # on another host: the link replaces descriptors and rings
 
 
 class FollowerLoaded(msgspec.Struct):
-    """Its answer, when its weights are there."""
+    """The follower's answer, once its weights are loaded."""
 
     fingerprint: str
-    num_blocks: int = 0  # of KV that fit its GPU; 0: it has not looked
+    num_blocks: int = 0  # KV blocks that fit its GPU; 0: not measured
 
 
 class FollowerPool(msgspec.Struct):
-    """Second message. On a CPU of this host the descriptor of its pool's memory comes with it."""
+    """The second message. On a CPU of this host, it carries the descriptor of the pool's memory."""
 
     num_blocks: int
     num_host_slots: int
     max_model_len: int
-    is_shared: bool = False  # on a GPU: allocate it so that rank 0 can map it, and answer with its descriptor
+    is_shared: bool = False  # on a GPU: allocate a pool that rank 0 can map, and answer with its descriptor
 
 
 class FollowerStep(msgspec.Struct):
-    """A plan, and how many of the steps before it rank 0 has read the results of.
+    """A plan, and how many earlier steps' results rank 0 has read.
 
-    sampled: for stages that do not sample, the tokens of each row of those steps whose results were read since the
-        last plan.
+    sampled: for stages that do not sample, the tokens of each row of the steps whose results were read since the last
+    plan.
     """
 
     plan: StepPlan
@@ -81,9 +81,10 @@ class FollowerStep(msgspec.Struct):
 
 
 def place_of(rank: int, config: EngineConfig) -> tuple[Shard, Stage | None]:
-    """What a rank has of the model: rank 0 and its peers are the last stage, the next ranks the first one, and so on.
+    """Return a rank's shard and stage: rank 0 and its peers are the last stage, the next ranks the first one, and so
+    on.
 
-    None: all layers.
+    Stage None: all layers.
     """
     index, rank_in_stage = divmod(rank, config.tp)
     stage = Stage((index - 1) % config.pp, config.pp) if config.pp > 1 else None
@@ -94,16 +95,16 @@ STEP_ENCODER = msgspec.msgpack.Encoder()
 
 
 class Followers:
-    """Processes that run the same plans as this one, each on its own shard."""
+    """Processes that run the same plans as rank 0, each on its own shard."""
 
     def __init__(self, config: EngineConfig, device: str, gpu: GpuConfig) -> None:
-        """Start the ranks of `config` but the first; returns while they load. config: resolved."""
+        """Start all ranks of `config` except rank 0, and return while they load. config: resolved."""
         num_followers = config.num_ranks - 1
         self.on_work: Callable[[], None] = lambda: None
         self._work = 0
         self.folder = Path(tempfile.mkdtemp(prefix="mini-infer-ranks-"))
-        self._num_peers = config.tp  # ranks of a stage
-        # By rank in a stage, then by the stage that sends.
+        self._num_peers = config.tp  # ranks per stage
+        # By rank in its stage, then by sending stage.
         rings = [[RingFds.create() for _ in range(config.pp - 1)] for _ in range(config.tp if device == "cpu" else 0)]
         self._hidden_in = rings[0][-1] if rings and rings[0] else None
         self._links: list[socket.socket] = []
@@ -137,14 +138,14 @@ class Followers:
         weakref.finalize(self, _end, self._ending, self._links, self._processes, self.folder)
 
     def wait_for_weights(self) -> list[FollowerLoaded]:
-        """Wait until all have their weights.
+        """Wait until all have loaded their weights.
 
-        Raises ConfigError when one has ended instead; it has said why.
+        Raises ConfigError if one has ended instead, which has logged why.
         """
         found = []
         for rank, link in enumerate(self._links, 1):
             while not select.select([link], [], [], POLL_SECONDS)[0]:
-                continue  # a process that ends closes its link, which is then readable
+                continue  # a process that ends closes its link, which makes it readable
             try:
                 found.append(msgspec.msgpack.decode(receive_frame(link), type=FollowerLoaded))
             except OSError as error:
@@ -152,16 +153,16 @@ class Followers:
         return found
 
     def give_pools(self, pool: FollowerPool, fds: Sequence[int] = ()) -> None:
-        """Tell each of its pool. fds: of the pools' memory, one each or none."""
+        """Send the pool to all followers. fds: of the pools' memory, one each or none."""
         for index, link in enumerate(self._links):
             _send(link, pool, [*fds[index : index + 1]])
 
     def receive(self) -> list[int]:
-        """A descriptor from each follower, to be closed."""
+        """Receive a descriptor from each follower; the caller closes them."""
         return [receive_fds(link, 1, f"rank {rank} of the model")[0] for rank, link in enumerate(self._links, 1)]
 
     def exchange(self, fd: int) -> list[int]:
-        """Give a descriptor of each rank to all of its stage. Returns those of this rank's stage, to be closed."""
+        """Exchange one descriptor per rank within each stage. Returns those of this stage, to be closed."""
         fds, size = [os.dup(fd), *self.receive()], self._num_peers
         for rank, link in enumerate(self._links, 1):
             first = rank // size * size
@@ -171,17 +172,17 @@ class Followers:
         return fds[:size]
 
     def hidden_source(self) -> RingSource:
-        """Hidden states of the stage before the last one. While they do not come, `on_work` tells of work on them."""
+        """Return the source of the previous stage's hidden states. While they are computed, it calls `on_work`."""
         assert self._hidden_in is not None, "one stage has none before it"
         return RingSource(self._hidden_in, self._check_work)
 
     def send(self, plan: StepPlan, num_finished: int, sampled: Sequence[Sequence[Sequence[TokenId]]] = ()) -> None:
-        """Let all launch `plan` next, see FollowerStep. Raises DeviceLostError when one is gone."""
+        """Send `plan` to all, see FollowerStep. Raises DeviceLostError if one has ended."""
         self.check()
         self._ring.write(STEP_ENCODER.encode(FollowerStep(plan, num_finished, sampled)))
 
     def check(self) -> None:
-        """Raises DeviceLostError when a process has ended."""
+        """Raise DeviceLostError if a process has ended."""
         _check(self._processes)
 
     def _check_work(self) -> None:
@@ -195,12 +196,12 @@ class Followers:
         self._work = work
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost` from a thread once a process ends, which a step that waits for it on a GPU does not see."""
+        """Call `on_lost` from a thread once a process ends, as a step that waits for it on a GPU does not notice."""
         pidfds = [os.pidfd_open(process.pid) for process in self._processes]
         threading.Thread(target=_watch, args=(pidfds, self._ending, on_lost), name="ranks", daemon=True).start()
 
     def forget_store(self) -> None:
-        """All ranks have met: nothing is left behind, however this process ends."""
+        """Remove the folder where ranks met, so that nothing remains, however this process ends."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -213,7 +214,7 @@ def _watch(pidfds: list[int], ending: threading.Event, on_lost: Callable[[str], 
 
 
 def receive_fds(link: socket.socket, count: int, peer: str) -> list[int]:
-    """Raises ConfigError when the peer has ended; it has said why."""
+    """Receive descriptors. Raises ConfigError if the peer has ended, which has logged why."""
     data, fds, _, _ = socket.recv_fds(link, 1, count)
     if data != READY or len(fds) != count:
         raise ConfigError(f"{peer} could not start: its message is above")
@@ -221,11 +222,11 @@ def receive_fds(link: socket.socket, count: int, peer: str) -> list[int]:
 
 
 def work_of(pid: int) -> tuple[int, bool]:
-    """Ticks of processor time that a process has had, and whether one of its threads runs or wants to."""
+    """Return a process's ticks of processor time, and whether one of its threads is running or runnable."""
     ticks, is_runnable = 0, False
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # a thread may end while it is read
-            fields = path.read_text().rpartition(")")[2].split()  # the name before it may hold anything
+        with contextlib.suppress(OSError):  # a thread may end meanwhile
+            fields = path.read_text().rpartition(")")[2].split()  # the name before it may contain anything
             ticks += int(fields[11]) + int(fields[12])
             is_runnable = is_runnable or fields[0] == "R"
     return ticks, is_runnable
@@ -241,7 +242,7 @@ def _check(processes: list[subprocess.Popen[bytes]]) -> None:
 def _end(
     ending: threading.Event, links: list[socket.socket], processes: list[subprocess.Popen[bytes]], folder: Path
 ) -> None:
-    """A follower ends with its link."""
+    """End the followers, which end when their links close."""
     ending.set()
     shutil.rmtree(folder, ignore_errors=True)
     for link in links:

@@ -1,6 +1,6 @@
-"""Collectives of a tensor-parallel group on the GPUs of one host, or of one stage's.
+"""Collectives of a tensor-parallel group on the GPUs of one host, or of one stage.
 
-Few rows go through symmetric memory, which the ranks map of each other; long prompts' all-reduces through NCCL.
+Few rows go through symmetric memory, which all ranks map; all-reduces of long prompts go through NCCL.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from kernels.gpu.quantization.quantize import add_rms_norm_quantize
 from kvstore.layout import Shard
 from kvstore.transports.cuda_ipc import cuda_memory
 
-MAX_SUM_ROWS = 512  # with more, NCCL's bandwidth counts
-NCCL_BYTES = 1_000_000_000  # buffers of its channels, generously
+MAX_SUM_ROWS = 512  # for more, NCCL's bandwidth decides
+NCCL_BYTES = 1_000_000_000  # generous estimate of its channels' buffers
 NCCL_TIMEOUT = timedelta(minutes=2)
 Exchange = Callable[[int], Sequence[int]]
-"""Gives this rank's descriptor to all ranks; returns theirs, in the order of ranks, to be closed by the caller."""
+"""Gives this rank's descriptor to all ranks and returns all ranks' in order, which the caller closes."""
 
 
 class DeviceGroup:
-    """Collectives of one GPU per rank. Any failure is final: ranks may be at different steps after it."""
+    """Collectives of one GPU per rank. Any failure is final, since ranks may then be at different steps."""
 
     def __init__(
         self, shard: Shard, device: torch.device, widths: tuple[int, int], dtype: torch.dtype, max_rows: int,
@@ -53,9 +53,9 @@ class DeviceGroup:
     ) -> None:  # fmt: skip
         """Wait until all ranks have come.
 
-        widths: of a hidden state and of a rank's logits. max_rows: whose logits are gathered at once. store: a file
-        that does not exist yet, the same for all ranks. around_experts: where ranks divide rows there; counts: rows
-        that move.
+        widths: of a hidden state and of a rank's logits. max_rows: rows of logits per all-gather. store: the path of
+        a file that does not exist yet, the same for all ranks. around_experts: if ranks divide rows around experts.
+        counts: count rows that move.
         """
         self.rank, self.size, self.dtype = shard.rank, shard.size, dtype
         self._max_rows = max_rows
@@ -72,7 +72,7 @@ class DeviceGroup:
             torch.tensor([address + sums for address in addresses], device=device), _zeros(num_chunks, device),
             self.rank, self.size, num_chunks, GATHER_CHUNK, dtype,
         )  # fmt: skip
-        self.rows: ExchangeMemory | None = None  # of ranks that divide them around experts
+        self.rows: ExchangeMemory | None = None  # if ranks divide rows around experts
         if around_experts is not None:
             first = sums + gathers
             self.rows = ExchangeMemory.over(
@@ -84,7 +84,7 @@ class DeviceGroup:
         keep_group(self._nccl)
 
     def all_reduce_rms_norm(self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add all ranks' pending outputs to the residual, in place; the norm of that."""
+        """Add the sum of all ranks' pending outputs to the residual, in place, and return its norm."""
         if pending.shape[0] <= MAX_SUM_ROWS:
             return all_reduce_rms_norm(pending, residual, weight, eps, self._sums)
         self._nccl.allreduce([pending]).wait()
@@ -93,27 +93,27 @@ class DeviceGroup:
     def all_reduce_rms_norm_quantize(
         self, pending: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, num_planes: int
     ) -> tuple[Tensor, Tensor]:
-        """Do as `all_reduce_rms_norm`, and quantize the norm, see `kernels.gpu.quantization.quantize`."""
+        """Compute `all_reduce_rms_norm` and quantize the norm, see `kernels.gpu.quantization.quantize`."""
         if pending.shape[0] <= MAX_SUM_ROWS:
             return all_reduce_rms_norm_quantize(pending, residual, weight, eps, self._sums, dtype, num_planes)
         self._nccl.allreduce([pending]).wait()
         return add_rms_norm_quantize(pending, residual, weight, eps, dtype, num_planes)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Rows of x (sum(send), columns) for each rank -> (sum(receive), columns). The host does not wait."""
+        """Send rows of x (sum(send), columns) and return those received (sum(receive), columns), without waiting."""
         out = torch.empty(sum(receive), x.shape[1], dtype=x.dtype, device=x.device)
-        self._nccl.alltoall_base(out, x, list(receive), list(send)).wait()  # the stream does
+        self._nccl.alltoall_base(out, x, list(receive), list(send)).wait()  # the stream waits
         return out
 
     def all_gather(self, x: Tensor, only: Tensor | None = None) -> Tensor:
-        """(n, columns) of each rank -> (n, size * columns). only: see `all_reduce`, for few rows."""
+        """Concatenate each rank's (n, columns) to (n, size * columns). only: see `all_reduce`, for few rows."""
         if x.shape[0] <= self._max_rows:
             return all_gather(x, self._gathers, only)
         return torch.cat([all_gather(part, self._gathers) for part in torch.split(x, self._max_rows)])
 
 
 class VocabShards(Vocabulary):
-    """The part of the vocabulary whose logits a rank has, and how ranks put them together."""
+    """The part of the vocabulary whose logits a rank has, and the gathering of the whole."""
 
     def __init__(self, group: DeviceGroup, vocab_size: int) -> None:
         """vocab_size: of the whole model."""
@@ -121,7 +121,7 @@ class VocabShards(Vocabulary):
         self._vocab_size = vocab_size
         per_rank = -(-vocab_size // group.size)
         first_id = group.rank * per_rank
-        self._own = min(per_rank, vocab_size - first_id), first_id  # the last rank's may end in padding
+        self._own = min(per_rank, vocab_size - first_id), first_id  # the last rank's logits may end in padding
 
     def own(self, logits: Tensor) -> tuple[int, int]:
         return self._own
@@ -141,7 +141,7 @@ class VocabShards(Vocabulary):
 
 
 def open_group(loaded: LoadedModel, config: EngineConfig, exchange: Exchange, folder: Path) -> DeviceGroup:
-    """The group of a rank's model, or of its stage. Waits until all ranks have come. folder: see `store_in`."""
+    """Open the group of a rank's model or stage. Waits until all ranks have come. folder: see `store_in`."""
     widths = loaded.model.config.hidden_size, loaded.model.config.vocab_size
     store = store_in(folder, loaded.shard)
     return DeviceGroup(
@@ -159,7 +159,7 @@ def _around_experts(loaded: LoadedModel, config: EngineConfig) -> ExchangeLayout
 
 
 def group_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
-    """Memory that the group of a rank's model takes on its GPU; 0 without one."""
+    """Return the memory of the rank's group on its GPU; 0 without a group."""
     size, shape = loaded.shard.size, loaded.model.config
     if size == 1:
         return 0
@@ -174,7 +174,7 @@ def _num_gathered_chunks(vocab: int, max_rows: int) -> int:
 
 
 def _memory_bytes(size: int, widths: tuple[int, int], dtype: torch.dtype, max_rows: int) -> tuple[int, int]:
-    """Bytes of each rank's symmetric memory, for all-reduces and for all-gathers."""
+    """Return the bytes of each rank's symmetric memory for all-reduces and for all-gathers."""
     hidden, vocab = widths
     return (
         symmetric_bytes(size, MAX_SUM_ROWS, hidden, dtype),
@@ -185,11 +185,11 @@ def _memory_bytes(size: int, widths: tuple[int, int], dtype: torch.dtype, max_ro
 def _map_all(
     device: torch.device, rank: int, num_bytes: int, exchange: Exchange
 ) -> tuple[list[cuda_memory.CudaMemory], list[int]]:
-    """Zeroed memory of this rank and that of all others, and their addresses here."""
+    """Map this rank's zeroed memory and that of all others; returns them with their addresses here."""
     index = device.index or 0
     own, own_fd = cuda_memory.create(index, num_bytes)
     tensor_over(own, device).zero_()
-    torch.cuda.synchronize(device)  # before anybody writes into it
+    torch.cuda.synchronize(device)  # before a peer writes to it
     mapped, fds = [], exchange(own_fd)
     for peer, fd in enumerate(fds):
         if peer == rank:
@@ -206,16 +206,16 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 
 def keep_group(nccl: Any) -> None:
-    """Never destroy the process group: rank 0 hung where an engine of several ranks was garbage-collected."""
+    """Never destroy the process group: rank 0 hung when an engine of several ranks was garbage-collected."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(nccl))
 
 
 def open_nccl(store: Path, rank: int, size: int, timeout: timedelta = NCCL_TIMEOUT, goes_first: bool = False) -> Any:
-    """The process group; it opens its connections with the first collective.
+    """Return the process group, which connects in its first collective.
 
-    timeout: of one collective. goes_first: before what else waits for the GPU's multiprocessors.
+    timeout: of one collective. goes_first: with priority for the GPU's multiprocessors.
     """
-    dist: Any = torch.distributed  # its process groups have no annotations
+    dist: Any = torch.distributed  # its process groups have no type annotations
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.is_high_priority_stream = goes_first

@@ -1,4 +1,4 @@
-"""Blocks of one rank among several: outputs are summed over ranks where they meet the residual."""
+"""Blocks of one rank among several: outputs are summed over ranks when they are added to the residual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ITS_SHARE = "the stream starts with a pending output, and each is a rank's share
 
 
 class ShardSeams(GpuSeams):
-    """Seams of one rank among several, which has a shard of every layer."""
+    """Seams of one rank among several, with a shard of every layer."""
 
     is_alone = False
 
@@ -37,7 +37,7 @@ class ShardSeams(GpuSeams):
         return Forward(self.start(model), ops, final, model.head)
 
     def start(self, model: Model) -> Callable[[GpuStep], Stream[Pending]]:
-        """Start with the rank's part of the embedding's rows, pending."""
+        """Start with this rank's rows of the embedding, as a pending output."""
         embedding = model.embedding
         first_id = self.group.rank * embedding.shape[0]
 
@@ -48,7 +48,7 @@ class ShardSeams(GpuSeams):
         return start
 
     def fold(self, weight: Tensor, eps: float) -> Fold[Tensor]:
-        """See GpuSeams. What is normed by itself before it is added is a sum with zeros."""
+        """See GpuSeams. An output that is normed before it is added is summed with a residual of zeros."""
         add_norm = self.group.all_reduce_rms_norm
 
         def fold(residual: Tensor, pending: Pending | None) -> Tensor:
@@ -61,8 +61,8 @@ class ShardSeams(GpuSeams):
         return fold
 
     def sum(self, model: Model) -> Fold[Tensor]:
-        """See GpuSeams. The kernel that sums over ranks writes its norm, too, which is dropped."""
-        add_norm = self.fold(model.blocks[0].norm, model.config.rms_norm_eps)  # any has the width
+        """See GpuSeams. The kernel that sums over ranks also writes a norm, which is dropped."""
+        add_norm = self.fold(model.blocks[0].norm, model.config.rms_norm_eps)  # any norm of this width
 
         def fold(residual: Tensor, pending: Pending | None) -> Tensor:
             add_norm(residual, pending)

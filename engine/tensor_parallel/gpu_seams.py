@@ -1,4 +1,4 @@
-"""What a process is among ranks on GPUs: its shard of each layer and of the vocabulary, and its neighbours."""
+"""A process's context among ranks on GPUs: its shard of layers and vocabulary, and the adjacent stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gpu_ranks(
     source: HiddenSource | None = None,
     sink: HiddenSink | None = None,
 ) -> RankContext[GpuSeams]:
-    """What this process is. group: of the ranks that have the other shards. source, sink: the stages around it."""
+    """Return this process's context. group: of the ranks with the other shards. source, sink: adjacent stages."""
     seams = GpuSeams() if group is None else shard_seams(group, loaded.config.vocab_size)
     inbox, listener = EMBEDDING, NO_LISTENER
     if source is not None:
@@ -42,6 +42,6 @@ def gpu_ranks(
 
 
 def in_trials(loaded: LoadedModel, config: EngineConfig) -> tuple[int, RankContext[GpuSeams]]:
-    """For `num_blocks_that_fit`: the memory that a rank meets others through, and what it is in steps of it alone."""
+    """Return, for `num_blocks_that_fit`, the memory of the rank's collectives and its context in steps alone."""
     of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config) + bytes_of_moves(loaded, config)
     return of_ranks, gpu_ranks(loaded, config, None, *ends_alone(loaded))

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from kvstore.layout import Shard
 
-TIMEOUT = timedelta(minutes=10)  # of one collective: a prompt's step on a slow CPU, with a rank that was stopped
-_dist: Any = torch.distributed  # its process groups have no annotations
+TIMEOUT = timedelta(minutes=10)  # of one collective: a prompt's step on a slow CPU, with a rank that was paused
+_dist: Any = torch.distributed  # its process groups have no type annotations
 
 
 def store_in(folder: Path, shard: Shard) -> Path:
-    """Name the file, which does not exist yet, where the ranks of a stage meet. folder: of all ranks of the model."""
+    """Name the file, which does not exist yet, where a stage's ranks meet. folder: of all ranks of the model."""
     return folder / f"ranks-of-layer-{shard.layers[0] if shard.layers else 0}"
 
 
 class GlooGroup:
-    """A `Group`. Any failure is final: ranks may be at different places after it."""
+    """A `Group`. Any failure is final, since ranks may then be at different places."""
 
     def __init__(self, shard: Shard, folder: Path) -> None:
         """Wait until all ranks have come. folder: see `store_in`."""
@@ -40,7 +40,7 @@ class GlooGroup:
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
-        mine = x.contiguous().view(torch.uint8)  # gloo does not know every type
+        mine = x.contiguous().view(torch.uint8)  # gloo does not support every dtype
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         self._group.allgather([parts], [mine]).wait()
         return torch.cat([part.view(x.dtype) for part in parts], dim=-1)

@@ -1,10 +1,10 @@
 """A stream of frames from one process to several, through shared memory. Knows no plans.
 
-    header    uint64 written, then one uint64 read per reader: bytes of the stream, ever
-    data      byte i of the stream lies at i modulo the capacity
+    header    uint64 bytes written, then for each reader uint64 bytes read, of the whole stream
+    data      byte i of the stream is at i modulo the capacity
 
-A frame is a little-endian uint32 length and so many bytes. Readers sleep on an eventfd each. The writer waits for the
-slowest reader only when the ring is full. Both ends of a ring live on one host and trust each other.
+A frame is a little-endian uint32 length and that many bytes. Each reader sleeps on its eventfd. The writer waits for
+the slowest reader only if the ring is full. Both ends of a ring are on one host and trust each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable
 
-CAPACITY = 4 << 20  # bytes: some thousand decode plans of 64 rows, or a prompt of 800k tokens
+CAPACITY = 4 << 20  # bytes: thousands of decode plans of 64 rows, or a prompt of 800k tokens
 FULL_WAIT_SECONDS = 50e-6
 CHECK_SECONDS = 0.5
 LENGTH = struct.Struct("<I")
@@ -24,7 +24,7 @@ COUNTER_BYTES = 8
 
 
 def ring_bytes(num_readers: int, capacity: int = CAPACITY) -> int:
-    """Size of the shared memory."""
+    """Return the size of the shared memory."""
     return COUNTER_BYTES * (1 + num_readers) + capacity
 
 
@@ -32,12 +32,13 @@ class _Ring:
     def __init__(self, memory_fd: int, num_readers: int, capacity: int) -> None:
         self._memory = mmap.mmap(memory_fd, ring_bytes(num_readers, capacity))
         self._base = COUNTER_BYTES * (1 + num_readers)
-        # An item of this view is one 8-byte load or store; struct.pack_into writes zeros first, for peers to see.
+        # An item of this view is one 8-byte load or store; struct.pack_into would write zeros first, visible to
+        # peers.
         self._counters = memoryview(self._memory)[: self._base].cast("Q")
         self._capacity = capacity
 
     def _span(self, position: int, num_bytes: int) -> slice:
-        """As much of [position, position + num_bytes) as lies in one piece."""
+        """Return the part of [position, position + num_bytes) that is contiguous in the ring."""
         first = position % self._capacity
         return slice(self._base + first, self._base + min(first + num_bytes, self._capacity))
 
@@ -47,7 +48,7 @@ class _Ring:
 
 
 class RingWriter(_Ring):
-    """The writing end. `check` is called while the ring stays full, and raises when a reader is gone."""
+    """The writing end. `check` is called while the ring stays full, and raises if a reader has ended."""
 
     def __init__(
         self, memory_fd: int, wake_fds: list[int], check: Callable[[], None], capacity: int = CAPACITY
@@ -59,7 +60,7 @@ class RingWriter(_Ring):
         self._written = 0
 
     def write(self, frame: bytes) -> None:
-        """Send one frame to all readers."""
+        """Send a frame to all readers."""
         data = memoryview(LENGTH.pack(len(frame)) + frame)
         while data:
             free = self._wait_for_room()
@@ -74,7 +75,7 @@ class RingWriter(_Ring):
                     os.eventfd_write(fd, 1)
 
     def _wait_for_room(self) -> int:
-        """Bytes that may be written: at least one."""
+        """Wait for room, and return how many bytes may be written, at least one."""
         next_check = time.monotonic() + CHECK_SECONDS
         while True:
             read = min(self._counters[1 + index] for index in range(len(self._wake_fds)))
@@ -87,7 +88,7 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """Reading end number `index` of `num_readers`."""
+    """Reading end `index` of `num_readers`."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class RingReader(_Ring):
         capacity: int = CAPACITY,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """check: is called while nothing comes, and raises when the writer is gone."""
+        """check: called while nothing comes; raises if the writer has ended."""
         super().__init__(memory_fd, num_readers, capacity)
         self._check = check
         self._wake_fd = wake_fd
@@ -106,12 +107,12 @@ class RingReader(_Ring):
         self._read = 0
 
     def read(self) -> bytes:
-        """Wait for the next frame."""
+        """Wait for the next frame and return it."""
         (length,) = LENGTH.unpack(self._take(LENGTH.size))
         return self._take(length)
 
     def _wait(self) -> None:
-        """Until the writer has waked this end."""
+        """Wait until the writer has woken this end."""
         if self._check is not None:
             while not select.select([self._wake_fd], [], [], CHECK_SECONDS)[0]:
                 self._check()

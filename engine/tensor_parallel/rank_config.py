@@ -1,4 +1,4 @@
-"""The shape of a rank's part of a model."""
+"""The config of a rank's part of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.layout import Shard
 
 
 def config_of_rank(config: ModelConfig, engine_config: EngineConfig, shard: Shard) -> ModelConfig:
-    """What a rank computes of a model of `config`. Raises ConfigError where it cannot be divided so."""
+    """Return the config of a rank's part of the model. Raises ConfigError if ranks cannot divide it so."""
     experts, balancing = engine_config.of(ExpertParallelSettings), engine_config.of(ExpertBalancingSettings)
     num_redundant = balancing.num_redundant_experts
     if balancing.expert_placement:
@@ -41,11 +41,10 @@ def check_division(config: ModelConfig, engine_config: EngineConfig) -> None:
 def divided(
     config: ModelConfig, size: int, expert_rank: int | None = None, expert_exchange: ExchangeKind = "sum"
 ) -> ModelConfig:
-    """What each of `size` ranks holds, see `engine.layers.weights.Partition`. Raises ConfigError.
+    """Return the config of each of `size` ranks, see `engine.layers.weights.Partition`. Raises ConfigError.
 
-    expert_rank: this rank, if it is to have whole experts. expert_exchange: how the others get to them.
-
-    Ranks are alike: where there are fewer KV heads than ranks, several have the same one, and a vocabulary that
+    expert_rank: this rank, if it has whole experts. expert_exchange: how other ranks use them.
+    All ranks are alike: with fewer KV heads than ranks, several ranks hold the same head, and a vocabulary that
     cannot be divided is padded.
     """
     if not can_be_divided(config, size):

@@ -1,8 +1,8 @@
-"""The runner of a model over several ranks: every plan goes to the followers, and to this process's own shard.
+"""The runner of a model over several ranks: sends every plan to the followers, and runs this process's shard.
 
-Rank 0 is of the last pipeline stage. Its peers there sample what it samples; ranks of the stages before are told
-which tokens were, with the next plan. As many steps are in flight as there are stages, each with other requests:
-while this stage runs one, the others run the next ones (docs/decisions/tensor-parallelism.md).
+Rank 0 belongs to the last pipeline stage. Its peers there sample the same tokens; ranks of earlier stages get the
+sampled tokens with the next plan. There are as many steps in flight as stages, each of other requests: while this
+stage runs one step, the others run the next ones (docs/decisions/tensor-parallelism.md).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from engine.wings import OnProgress, no_progress
 
 
 class ParallelRunner:
-    """A step that fails on one rank leaves the others waiting: any exception ends the group."""
+    """Runs steps on all ranks. Any exception ends the group, since a failing rank leaves the others waiting."""
 
     def __init__(
         self, local: Any, followers: Followers | RemoteStage, num_in_flight: int = 0, is_eager: bool = False
     ) -> None:
         """local: this rank's runner, for a CPU or a GPU.
 
-        num_in_flight: steps of a pipeline that run at the same time; 0: there is one stage, and `local` says.
-        is_eager: its `launch` computes, and so waits for the stages before.
+        num_in_flight: steps of a pipeline that run at the same time; 0: no pipeline, `local` decides. is_eager:
+        `local.launch` computes the step, so it waits for the earlier stages.
         """
         self.local = local
         self.needs_known_tokens, self.propose_with = local.needs_known_tokens, local.propose_with
@@ -37,12 +37,12 @@ class ParallelRunner:
         self._followers = followers
         self._has_stages = num_in_flight > 0
         self._is_eager = is_eager
-        self._queued: deque[ParallelStep] = deque()  # followers have them, this rank has not begun
+        self._queued: deque[ParallelStep] = deque()  # sent to followers, not begun on this rank
         self._num_finished = 0
-        self._sampled: list[Sequence[Sequence[TokenId]]] = []  # of steps that ended since the last plan was sent
+        self._sampled: list[Sequence[Sequence[TokenId]]] = []  # of steps that ended since the last plan
 
     def launch(self, plan: StepPlan) -> ParallelStep:
-        """See Runner. Raises DeviceLostError for whatever happens."""
+        """See Runner. Raises DeviceLostError for any failure."""
         sampled, self._sampled = self._sampled, []
         self._followers.send(plan, self._num_finished, sampled)
         step = ParallelStep(plan, self)
@@ -52,17 +52,17 @@ class ParallelRunner:
         return step
 
     def start_queued(self) -> None:
-        """Launch this rank's share of the steps that are queued; where that computes, all stages are done then."""
+        """Launch this rank's part of the queued steps; if launching computes, all stages have then ended them."""
         while self._queued:
             self._start_next()
 
     def finish(self, step: ParallelStep) -> StepResult:
-        """Wait until a step has ended, in the order of launches."""
+        """Wait until a step has ended, in launch order."""
         while step.pending is None:
             self._start_next()
         try:
             found = step.pending.result()
-        except Exception as error:  # whatever it was, no rank can tell where the others are
+        except Exception as error:  # whatever it was, the other ranks' state is unknown
             raise self._lost(error) from error
         self._num_finished += 1
         if self._has_stages:
@@ -73,7 +73,7 @@ class ParallelRunner:
         step = self._queued.popleft()
         try:
             step.pending = self.local.launch(step.plan)
-        except Exception as error:  # see above
+        except Exception as error:  # as above
             raise self._lost(error) from error
 
     def _lost(self, error: Exception) -> DeviceLostError:
@@ -83,7 +83,7 @@ class ParallelRunner:
         return DeviceLostError(f"a step failed on rank 0 ({type(error).__name__})")
 
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
-        """Followers do the same when they are ready."""
+        """Warm up; followers do the same when they are ready."""
         self.local.warmup(on_progress)
         self._followers.forget_store()
 
@@ -94,13 +94,13 @@ class ParallelRunner:
         self._followers.watch(on_lost)
 
     def tell_of_work(self, on_work: Callable[[], None]) -> None:
-        """See ModelRunner; now and then also while this rank waits for stages that compute."""
+        """See ModelRunner; also called while this rank waits for stages that compute."""
         self.local.tell_of_work(on_work)
         self._followers.on_work = on_work
 
 
 class ParallelStep:
-    """A step that followers have been given. pending: this rank's share, once it has begun."""
+    """A step sent to followers. pending: this rank's part, once it has begun."""
 
     def __init__(self, plan: StepPlan, runner: ParallelRunner) -> None:
         self.plan = plan

@@ -1,8 +1,8 @@
 """What a lowered model does between the ranks of a tensor-parallel group, at its three seams.
 
-embedding   each rank looks up the tokens of its rows of the vocabulary, and all add up
-fold        a block's output is a rank's share of a sum: summed before it meets the residual
-head        each rank has the logits of its rows of the vocabulary, and all put them beside each other
+embedding   each rank looks up tokens in its rows of the vocabulary, and an all-reduce adds the results
+fold        a block's output is a rank's share of a sum, which is reduced before it is added to the residual
+head        each rank has the logits of its rows of the vocabulary, and an all-gather joins them
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Group(ExpertGroup, Protocol):
     """The ranks of one model on CPUs, which call the same methods in the same order."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in float32. Equal on all ranks, bit for bit."""
+        """Sum over ranks in float32. The result is bitwise equal on all ranks."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """(n, columns) of each rank -> (n, size * columns), in the order of ranks."""
+        """Concatenate each rank's (n, columns) to (n, size * columns), in the order of ranks."""
         ...
 
 
 class WholeRows(Seams):
-    """Every rank has every row."""
+    """Seams of ranks that all have every row."""
 
     def __init__(self, group: Group, vocab_size: int) -> None:
         """vocab_size: of the whole model."""
@@ -66,8 +66,8 @@ class WholeRows(Seams):
     def body(self, block: Block) -> Callable[[Tensor, Step], Tensor]:
         """See Seams: the block, whose output is this rank's share of a sum.
 
-        What is normed before it is added has to be summed before: the first rank has all of it then, and others
-        nothing.
+        An output that is normed before it is added is summed here: the first rank then returns all of it, the others
+        zeros.
         """
         if not isinstance(block, PostNormed):
             return block.__call__

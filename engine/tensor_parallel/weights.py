@@ -1,4 +1,4 @@
-"""A rank's part of weights from any source: see `engine.layers.weights.Partition`."""
+"""A rank's part of weights from any source, see `engine.layers.weights.Partition`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.layout import Shard
 
 
 class RankWeights(PartialWeights):
-    """Takes whole weights in the same order on all ranks, and keeps this one's part."""
+    """Takes the same weights in the same order on all ranks, and keeps this rank's part."""
 
     def __init__(self, shard: Shard, whole: Mapping[str, Shape], *args: Any, **options: Any) -> None:
         """whole: shapes of whole weights. args, options: of PartialWeights."""
@@ -45,11 +45,11 @@ class RankWeights(PartialWeights):
 
 
 def part_of(whole: Shape, shape: Shape, partition: Partition, shard: Shard) -> Part:
-    """Where a rank's weight of that shape lies in the whole one, which is divided: the one place that says so."""
+    """Return where a rank's weight of this shape is in the whole one. Only this function decides that."""
     dim = {Partition.ROWS: 1, Partition.LAST: len(shape) - 1}.get(partition, 0)
     piece = shard.rank
     if partition is not Partition.VOCAB:
-        num_pieces = whole[dim] // shape[dim]  # fewer than ranks: several hold the same KV head
+        num_pieces = whole[dim] // shape[dim]  # fewer than ranks if several hold the same KV head
         piece = shard.rank * num_pieces // shard.size
     part = [range(size) for size in whole]
     part[dim] = range(piece * shape[dim], (piece + 1) * shape[dim])
@@ -61,7 +61,7 @@ def _inside(indices: range, size: int) -> range:
 
 
 def _padded(weight: Tensor, shape: Shape) -> Tensor:
-    """Pad with zero rows, which the last rank's vocabulary may need."""
+    """Pad with zero rows, as the last rank's vocabulary may need."""
     if weight.shape == shape:
         return weight
     return functional.pad(weight, (0, 0) * (len(shape) - 1) + (0, shape[0] - weight.shape[0]))
