@@ -1,1 +1,1 @@
-"""Expert balancing: counts of the experts that tokens choose, placements made of them, moves while serving."""
+"""Expert balancing: counts how often experts are chosen, computes placements, and moves experts while serving."""

@@ -1,7 +1,7 @@
-"""Experts of a rank's GPU that go to other ranks while serving: slices of the stacked weights, of any format.
+"""Moves experts between ranks' GPUs while serving: slices of the stacked weights, of any format.
 
-They are written where they are, so that captured graphs go on. All of it is queued on the step's stream, between two
-steps: the host waits for nothing.
+They are written in place, so captured graphs stay valid. Everything is queued on the step's stream between two steps,
+so the host does not wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.moe.moe import Moe
 
 
 class StackedLayer:
-    """A `PlacedLayer` over the stacks of a block."""
+    """A `PlacedLayer` over a block's stacked weights."""
 
     def __init__(self, block: Moe) -> None:
         assert block.slots is not None, "the model was loaded to have its experts moved"
@@ -40,14 +40,14 @@ class StackedLayer:
 
 
 def open_rearranger(loaded: LoadedModel, group: ExpertGroup) -> ExpertRearranger:
-    """What executes changes of placements. Ranks connect: all of them call this."""
+    """Return what executes changes of placement. Connects the ranks, so all of them call this."""
     one_for_each = [1] * group.size
     group.all_to_all(torch.zeros(group.size, 1, dtype=torch.uint8, device=loaded.device), one_for_each, one_for_each)
     return ExpertRearranger(_layers_of(loaded), group)
 
 
 def bytes_of_moves(loaded: LoadedModel, config: EngineConfig) -> int:
-    """Memory for the largest exchange of a layer's experts, from what torch holds for this process; 0 without any."""
+    """Return torch's memory for the largest exchange of a layer's experts; 0 without rebalancing."""
     if not config.of(ExpertBalancingSettings).expert_rebalance_interval:
         return 0
     return moving_bytes(_layers_of(loaded), loaded.shard.rank, loaded.shard.size)

@@ -1,9 +1,8 @@
-"""Counts of the tokens that chose each expert: how even ranks are, and a file that `--expert-placement` reads.
+"""Counts the tokens that chose each expert: for metrics of balance, and a file for `--expert-placement`.
 
     {"num_experts": 8, "layers": [[12, 0, 3, ...], [], ...]}
 
-A layer without experts has no counts. With `--expert-exchange dispatch` the engine's rank counts the rows that it
-routes, which are its part of all.
+A layer without experts has no counts. With `--expert-exchange dispatch` rank 0 counts only the rows that it routes.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from engine.moe.moe import Moe
 
 logger = logging.getLogger(__name__)
 READ_SECONDS = 10.0
-NUM_READS = 6  # of the window: a minute in which tokens were routed
+NUM_READS = 6  # reads in the window: a minute in which tokens were routed
 
 
 class HostCopy:
-    """A tensor as it will be when the device has done what it was given until now."""
+    """A copy of a tensor, as it is once the device has done all work queued so far."""
 
     def __init__(self, source: Tensor) -> None:
         self.values = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
@@ -43,15 +42,15 @@ class HostCopy:
             self._event.record()
 
     def is_there(self) -> bool:
-        """Whether its values have come. Waits for nothing."""
+        """Whether the values have arrived. Does not wait."""
         return self._event is None or bool(self._event.query())
 
 
 class ExpertLoadRecorder:
-    """Lets blocks of experts count what they route, and reads it now and then."""
+    """Lets blocks of experts count what they route, and reads the counts from time to time."""
 
     def __init__(self, model: Model, path: Path | None) -> None:
-        """path: of the file, if there is to be one. Raises ConfigError if it cannot be, or without experts."""
+        """path: of the file, if any. Raises ConfigError if it cannot be written, or the model has no experts."""
         if model.config.moe is None:
             raise ConfigError("--expert-load-file: the model has no experts")
         self._has_experts = [has_experts(model.config, layer) for layer in range(model.config.num_layers)]
@@ -68,7 +67,7 @@ class ExpertLoadRecorder:
             raise ConfigError(f"--expert-load-file {path}: {error.strerror}") from error
 
     def restart(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self._counts.zero_()
         self._coming: HostCopy | None = None
         self._total = torch.zeros(self._counts.shape, dtype=torch.int64)
@@ -81,11 +80,11 @@ class ExpertLoadRecorder:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that experts are divided among."""
+        """The number of ranks that divide the experts."""
         return self.blocks[0].rule.expert_ranks
 
     def poll(self) -> None:
-        """Read the counts if that is due, and take them up when they have come: the device is not waited for."""
+        """Start to read the counts if that is due, and take them once they have arrived, without waiting."""
         if self._coming is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + READ_SECONDS
             self._coming = self.start_copy()
@@ -95,7 +94,7 @@ class ExpertLoadRecorder:
             self.write(total)
 
     def take(self, total: Tensor) -> None:
-        """Take up what was counted since the last time. total: counts since the start, on the host."""
+        """Add the counts since the last call. total: counts since the start, on the host."""
         new, self._total = total - self._total, total
         if not new.any():
             return
@@ -106,14 +105,14 @@ class ExpertLoadRecorder:
         self.balancedness = sum(map(sum, of_layers)) / self.num_ranks / sum(map(max, of_layers))
 
     def write(self, total: Tensor | None = None) -> None:
-        """Write the file, if there is one. total: None: what was counted up to now."""
+        """Write the file, if any. total: None: the counts up to now."""
         try:
             self._write(self._counts if total is None else total)
-        except OSError as error:  # steps go on without it
+        except OSError as error:  # steps continue without it
             logger.warning("loads of experts are not written to %s: %s", self._path, error.strerror)
 
     def start_copy(self) -> HostCopy:
-        """What will have been counted after the steps launched until now, a row for each of `blocks`."""
+        """Copy the counts after all steps launched so far, a row for each of `blocks`."""
         return HostCopy(self._counts)
 
     def _write(self, total: Tensor) -> None:
@@ -126,18 +125,18 @@ class ExpertLoadRecorder:
         unfinished.replace(self._path)
 
     def _rank_loads(self, counts: Tensor) -> list[list[float]]:
-        """Tokens of each rank, by layer."""
+        """Return each rank's tokens, by layer."""
         pairs = zip(self.blocks, counts.tolist(), strict=True)
         return [rank_loads(placement_of(block), loads, self.num_ranks) for block, loads in pairs]
 
 
 def placement_of(block: Moe) -> Slots:
-    """The placement that a block has now."""
+    """Return a block's current placement."""
     return plain_placement(block.rule.num_experts) if block.slots is None else block.slots.placement
 
 
 def first_placements(config: ModelConfig, num_ranks: int, num_redundant: int) -> tuple[Slots, ...]:
-    """A placement for each layer while no loads are known; () of layers without experts. Raises ConfigError."""
+    """Return a placement per layer before loads are known; () for layers without experts. Raises ConfigError."""
     if config.moe is None:
         raise ConfigError("--expert-rebalance-interval: the model has no experts")
     slots = first_placement(config.moe.num_experts, num_ranks, num_redundant)
@@ -145,7 +144,7 @@ def first_placements(config: ModelConfig, num_ranks: int, num_redundant: int) ->
 
 
 def placements_of(path: Path, config: ModelConfig, num_ranks: int, num_redundant: int) -> tuple[Slots, ...]:
-    """A balanced placement for each layer, by the loads in the file; () of layers without experts.
+    """Return a balanced placement per layer for the loads in the file; () for layers without experts.
 
     Raises ConfigError.
     """

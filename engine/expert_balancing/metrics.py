@@ -1,4 +1,4 @@
-"""Metrics of experts that are counted."""
+"""Metrics of expert balancing."""
 
 from __future__ import annotations
 

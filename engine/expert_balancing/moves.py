@@ -1,9 +1,9 @@
-"""Experts that go from rank to rank while serving: every rank executes the same change of a layer.
+"""Moves experts between ranks while serving: every rank executes the same change of a layer.
 
     sent        copies of the experts whose new slots are on other ranks, as bytes, in one all-to-all
-    written     into the layers of the slots that change, in the same memory; then the table of slots
+    written     in place, to the layers of the changed slots; then the table of slots
 
-Which rank sends which expert follows from the two placements alone, so ranks say nothing to each other first.
+The two placements alone determine which rank sends which expert, so no negotiation is needed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from engine.ranks import PlanListener
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A slot that gets another expert, and a slot that has it."""
+    """A slot that gets another expert (target), and a slot that has it (source)."""
 
     source: int
     target: int
 
 
 def moves_between(before: Slots, after: Slots, num_ranks: int) -> list[Move]:
-    """One for each slot that changes: from the same rank if it has the expert, else from one that does, in turn."""
+    """Return a move for each slot that changes: from the same rank if it has the expert, else from ranks in turn."""
     count = len(before) // num_ranks
     moves: list[Move] = []
     for target, (old, expert) in enumerate(zip(before, after, strict=True)):
@@ -58,32 +58,33 @@ class ExpertGroup(Protocol):
     def size(self) -> int: ...
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Rows of x (sum(send), columns) for each rank, in their order -> (sum(receive), columns), from each rank."""
+        """Send rows of x (sum(send), columns), in the order of ranks; returns those received (sum(receive), columns).
+        """
         ...
 
 
 class PlacedLayer(Protocol):
-    """A layer's experts as this rank holds them: in memory that can be written in place, all of one size."""
+    """A layer's experts on this rank: in memory that is written in place, all of one size."""
 
     @property
     def slots(self) -> ExpertSlots:
-        """The layer's slots, of all ranks."""
+        """The layer's slots on all ranks."""
         ...
 
     def tensors(self, slot: int) -> list[Tensor]:
-        """All that the expert in one of this rank's slots is."""
+        """Return all tensors of the expert in one of this rank's slots."""
         ...
 
     def take_over(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Put the expert that is made of `tensors` into a slot."""
+        """Write an expert's tensors to a slot."""
         ...
 
 
 class LinearExperts:
-    """A `PlacedLayer` whose experts are linear layers of their own, as on a CPU."""
+    """A `PlacedLayer` whose experts are separate linear layers, as on a CPU."""
 
     def __init__(self, block: Moe) -> None:
-        """Raise ConfigError for experts that cannot be written in place."""
+        """Raises ConfigError for experts that cannot be written in place."""
         assert block.slots is not None, "the model was loaded to have its experts moved"
         self.slots = block.slots
         self._layers: dict[int, list[Linear]] = {}
@@ -104,17 +105,17 @@ class LinearExperts:
         for layer in self._layers[slot]:
             for own in layer.tensors():
                 own.copy_(next(rest))
-            if layer.dense is not None:  # of int8
+            if layer.dense is not None:  # of int8 layers
                 layer.dense.weight = dense_linear(int8_weight(layer), None).weight
 
 
 def linear_experts(blocks: Iterable[Block]) -> list[PlacedLayer]:
-    """Each layer of experts among a model's blocks. Raises ConfigError for experts that cannot be moved."""
+    """Return the layers of experts among a model's blocks. Raises ConfigError for experts that cannot be moved."""
     return [LinearExperts(block) for block in blocks if isinstance(block, Moe)]
 
 
 class ExpertRearranger(PlanListener):
-    """One rank's part. All ranks call `place` with the same changes in the same order."""
+    """Executes one rank's part. All ranks call `place` with the same changes in the same order."""
 
     def __init__(self, layers: Sequence[PlacedLayer], group: ExpertGroup) -> None:
         self._layers, self._group = layers, group
@@ -124,7 +125,7 @@ class ExpertRearranger(PlanListener):
             self.place(plan.placed)
 
     def place(self, placed: PlacedExperts) -> None:
-        """Exchange the experts of a layer, and route by the new placement from now on."""
+        """Exchange a layer's experts between ranks, and route by the new placement from now on."""
         layer, group = self._layers[placed.index], self._group
         count, ranks = len(placed.slots) // group.size, range(group.size)
         moves = moves_between(layer.slots.placement, placed.slots, group.size)
@@ -143,14 +144,14 @@ class ExpertRearranger(PlanListener):
 
 
 def moving_bytes(layers: Sequence[PlacedLayer], rank: int, num_ranks: int) -> int:
-    """The most memory that a rank's part of an exchange takes: all its slots' experts, leaving and coming."""
+    """Return the most memory for a rank's part of an exchange: the experts of all its slots, sent and received."""
     counts = [len(layer.slots.placement) // num_ranks for layer in layers]
     sizes = [_num_bytes(layer.tensors(rank * count)) for layer, count in zip(layers, counts, strict=True)]
     return max((2 * count * size for count, size in zip(counts, sizes, strict=True)), default=0)
 
 
 def _ranks_of(move: Move, count: int) -> tuple[int, int]:
-    """The rank that has the expert, and the one that gets it; count: slots of a rank."""
+    """Return the ranks that send and receive the expert. count: slots per rank."""
     return move.source // count, move.target // count
 
 
@@ -159,12 +160,12 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _pack(tensors: Sequence[Tensor], row: Tensor) -> None:
-    """Copy all tensors into a row of bytes, one after the other."""
+    """Concatenate all tensors into a row of bytes."""
     for piece, tensor in zip(torch.split(row, [each.nbytes for each in tensors]), tensors, strict=True):
         piece.copy_(tensor.contiguous().view(torch.uint8).flatten())
 
 
 def _unpack(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that were packed, in types and shapes of `like`; in memory of their own, which is aligned."""
+    """Return the packed tensors with dtypes and shapes of `like`, copied for alignment."""
     pieces = torch.split(row, [each.nbytes for each in like])
     return [piece.clone().view(each.dtype).view(each.shape) for piece, each in zip(pieces, like, strict=True)]

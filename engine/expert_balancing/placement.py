@@ -1,13 +1,14 @@
-"""Which experts each rank of an expert-parallel model holds, so that ranks have as much work.
+"""Chooses which experts each rank of an expert-parallel model holds, so that ranks have equal work.
 
-A placement of a layer names the expert in each **slot**; ranks have equally many slots, in order. With more slots
-than experts the hottest have several, their replicas, which take turns (`engine/expert_parallel/slots.py`).
+A layer's placement names the expert in each **slot**; ranks have equally many slots, in order. If there are more
+slots than experts, the hottest experts have several, their replicas, which take turns
+(`engine/expert_parallel/slots.py`).
 
-    replicas   one by one to the expert with the most tokens a replica, at most one on each rank
-    packing    the hottest replica first, to the rank with the least load that has a slot left
+    replicas   one by one for the expert with the most tokens per replica, at most one on each rank
+    packing    the hottest replica first, to the rank with the least load among those with a free slot
 
-Knows neither torch nor a model: tokens of experts in, a placement out. DeepSeek's EPLB does the same between the GPUs
-of a node.
+Pure functions from tokens of experts to a placement, without torch or a model. DeepSeek's EPLB does the same between
+the GPUs of a node.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ Slots = tuple[int, ...]
 
 
 def plain_placement(num_experts: int) -> Slots:
-    """Every expert once, in order."""
+    """Return the placement of every expert once, in order."""
     return tuple(range(num_experts))
 
 
 def first_placement(num_experts: int, num_ranks: int, num_redundant: int = 0) -> Slots:
-    """A placement while no loads are known; without redundant slots the plain one. Raises ConfigError."""
+    """Return a placement before loads are known, the plain one without redundant slots. Raises ConfigError."""
     return balanced_placement([0.0] * num_experts, num_ranks, num_redundant)
 
 
 def balanced_placement(loads: Sequence[float], num_ranks: int, num_redundant: int = 0) -> Slots:
-    """A placement for loads[expert], the tokens that chose it. num_redundant: slots beyond one for each expert.
-
+    """Return a placement for loads[expert], the tokens that chose it. num_redundant: slots beyond one per expert.
     Without redundant slots it is never worse for these loads than the plain one. Raises ConfigError.
     """
     num_slots = len(loads) + num_redundant
@@ -51,9 +51,9 @@ def balanced_placement(loads: Sequence[float], num_ranks: int, num_redundant: in
 
 
 def better_placement(before: Slots, loads: Sequence[float], num_ranks: int, min_gain: float) -> Slots | None:
-    """A placement for these loads whose busiest rank has less to do by a factor of `min_gain` or more.
+    """Return a placement whose busiest rank has less load by at least a factor of `min_gain`, or None.
 
-    As many slots as possible keep their expert. None: there is none.
+    As many slots as possible keep their expert.
     """
     found = balanced_placement(loads, num_ranks, len(before) - len(loads))
     most_before, most = (max(rank_loads(slots, loads, num_ranks)) for slots in (before, found))
@@ -64,7 +64,7 @@ def better_placement(before: Slots, loads: Sequence[float], num_ranks: int, min_
 
 
 def with_fewest_moves(slots: Slots, before: Slots, num_ranks: int) -> Slots:
-    """Reorder ranks and slots of a placement, so that many slots keep the expert that they have `before`."""
+    """Reorder ranks and slots of a placement so that many slots keep the expert that they have in `before`."""
     old, new = slots_of_ranks(before, num_ranks), [set(held) for held in slots_of_ranks(slots, num_ranks)]
     pairs = [
         (-len(held.intersection(old[rank])), rank, one) for rank in range(num_ranks) for one, held in enumerate(new)
@@ -83,19 +83,19 @@ def with_fewest_moves(slots: Slots, before: Slots, num_ranks: int) -> Slots:
 
 
 def slots_of_ranks(slots: Slots, num_ranks: int) -> list[Slots]:
-    """The experts of each rank."""
+    """Return the experts of each rank."""
     count = len(slots) // num_ranks
     return [slots[rank * count : (rank + 1) * count] for rank in range(num_ranks)]
 
 
 def rank_loads(slots: Slots, loads: Sequence[float], num_ranks: int) -> list[float]:
-    """Tokens of each rank, replicas taking equal parts."""
+    """Return the tokens of each rank; replicas share equally."""
     counts = Counter(slots)
     return [sum(loads[expert] / counts[expert] for expert in held) for held in slots_of_ranks(slots, num_ranks)]
 
 
 def imbalance(slots: Slots, loads: Sequence[float], num_ranks: int) -> float:
-    """Tokens of the rank with the most, over the mean of ranks; 1 is best. Without any tokens 1."""
+    """Return the busiest rank's tokens over the mean; 1 is best, and the value without any tokens."""
     of_ranks = rank_loads(slots, loads, num_ranks)
     return max(of_ranks) * num_ranks / sum(of_ranks) if any(of_ranks) else 1.0
 
@@ -110,7 +110,7 @@ def _count_replicas(loads: Sequence[float], num_ranks: int, num_redundant: int) 
 
 
 def _pack(weights: Sequence[float], counts: Sequence[int], num_ranks: int) -> Slots:
-    """Place counts[expert] replicas of weights[expert] each."""
+    """Place counts[expert] replicas, of weights[expert] each."""
     num_slots = sum(counts) // num_ranks
     held: list[set[int]] = [set() for _ in range(num_ranks)]
 
@@ -129,9 +129,10 @@ def _pack(weights: Sequence[float], counts: Sequence[int], num_ranks: int) -> Sl
 
 
 def _make_room(held: list[set[int]], expert: int, free: int, weights: Sequence[float]) -> None:
-    """Place an expert that all ranks with slots left have: move one of a full rank to `free`, which is among them.
+    """Place an expert that all ranks with free slots have: swap it with one of a full rank, which goes to rank
+    `free`.
 
-    There is one to move: a full rank has more experts than `free`, and not this one.
+    There is always one to move: a full rank has more experts than `free`, and lacks this one.
     """
     full = next(rank for rank, experts in enumerate(held) if expert not in experts)
     moved = min(held[full] - held[free], key=lambda other: (abs(weights[other] - weights[expert]), other))

@@ -1,7 +1,7 @@
-"""Experts placed by what is counted while serving: on rank 0, around the runner of all ranks.
+"""Places experts by their loads while serving: on rank 0, around the runner of all ranks.
 
-Every `interval` steps the loads since the last look say what each layer's best placement is. Where it is better by
-MIN_GAIN, a step's plan has it, one layer a step; ranks execute that (`engine/expert_balancing/moves.py`).
+Every `interval` steps the loads since the last look determine each layer's best placement. If it is better by
+MIN_GAIN, a step's plan carries it, one layer per step, and ranks execute it (`engine/expert_balancing/moves.py`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from engine.plan import PendingStep, PlacedExperts, StepPlan
 from engine.wings import Figures
 
 logger = logging.getLogger(__name__)
-MIN_GAIN = 1.1  # of the busiest rank's tokens, before and after
-MIN_CHOICES_A_SLOT = 256  # in every layer; of 16, ranks of four slots differed by a tenth by chance
+MIN_GAIN = 1.1  # ratio of the busiest rank's tokens before and after
+MIN_CHOICES_A_SLOT = 256  # in every layer; with 16, chance made ranks of four slots differ by a tenth
 
 
 class Rebalancer:
-    """Says which layer is to get which placement."""
+    """Decides which layer gets which placement."""
 
     def __init__(self, loads: ExpertLoadRecorder, interval: int) -> None:
         """interval: steps between looks."""
         self._loads, self._interval = loads, interval
         self._num_steps = 0  # since the last look
-        self._seen: torch.Tensor | int = 0  # counts of that look
+        self._seen: torch.Tensor | int = 0  # counts at the last look
         self._coming: HostCopy | None = None
         self._changes: deque[PlacedExperts] = deque()
         self.num_changes = 0
         """Layers that were placed anew."""
 
     def next_change(self) -> PlacedExperts | None:
-        """What the next step is to place, if anything. Called once a step."""
+        """Return the change for the next step, if any. Called once per step."""
         self._num_steps += 1
         if self._num_steps >= self._interval and not self._changes:
             self._num_steps = 0
@@ -55,7 +55,7 @@ class Rebalancer:
         return self._changes.popleft()
 
     def _look(self, total: torch.Tensor) -> None:
-        """Decide for all layers. total: tokens of each of their experts since the start."""
+        """Decide for all layers. total: tokens of each layer's experts since the start."""
         new = total - self._seen
         blocks, num_ranks = self._loads.blocks, self._loads.num_ranks
         if int(new.sum(dim=1).min()) < MIN_CHOICES_A_SLOT * blocks[0].rule.num_slots:
@@ -73,13 +73,13 @@ class Rebalancer:
 
 
 class Balancing:
-    """What counts experts, and what places them by that, if it is wanted."""
+    """Counts of experts, and the rebalancer if there is one."""
 
     def __init__(self, loads: ExpertLoadRecorder, rebalancer: Rebalancer | None = None) -> None:
         self.loads, self.rebalancer = loads, rebalancer
 
     def counted(self, runner: Runner) -> CountedRunner:
-        """The runner, with its experts counted from now on."""
+        """Return the runner with experts counted from now on."""
         self.loads.restart()
         return CountedRunner(runner, self.loads, self.rebalancer)
 
@@ -93,7 +93,7 @@ class Balancing:
 
 
 def open_balancing(loaded: LoadedModel, config: EngineConfig) -> Balancing | None:
-    """None where nothing asks for counts. Raises ConfigError for a model without experts."""
+    """Return None if no setting needs counts. Raises ConfigError for a model without experts."""
     settings = config.of(ExpertBalancingSettings)
     path, interval = settings.expert_load_file, settings.expert_rebalance_interval
     if not (path or interval):
@@ -103,7 +103,7 @@ def open_balancing(loaded: LoadedModel, config: EngineConfig) -> Balancing | Non
 
 
 class CountedRunner:
-    """A `Runner` whose experts are counted, in the steps of another one, and placed anew if there is a rebalancer."""
+    """Wraps a `Runner`: counts its experts, and changes their placement if there is a rebalancer."""
 
     def __init__(self, runner: Runner, loads: ExpertLoadRecorder, rebalancer: Rebalancer | None = None) -> None:
         self._runner, self._loads, self._rebalancer = runner, loads, rebalancer
@@ -124,6 +124,6 @@ class CountedRunner:
         return self._runner.needs_known_tokens(plan)
 
     def check(self) -> None:
-        """See Runner. Without work this is what reads the last steps' counts."""
+        """See Runner. Reads the last steps' counts when there is no work."""
         self._runner.check()
         self._loads.poll()

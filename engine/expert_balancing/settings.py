@@ -1,4 +1,4 @@
-"""Settings of counted, placed and moved experts."""
+"""Settings of expert balancing."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Expert parallelism: rows of tokens are divided between ranks, and go to the ranks that have their experts."""
+"""Expert parallelism: ranks divide a step's rows, and send them to the ranks that have their experts."""

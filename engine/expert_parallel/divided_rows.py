@@ -1,7 +1,7 @@
-"""What a lowered model does between ranks that dispatch rows to experts: rows are divided among them.
+"""What a lowered model does between ranks that divide a step's rows and dispatch them to experts.
 
-    embedding          summed over ranks; a rank keeps its rows, and the residual has those alone
-    fold               after attention and MLPs, a rank's rows of the sum; after experts they are complete
+    embedding          summed over ranks; a rank keeps its rows, the only ones in its residual
+    fold               after attention and MLPs, a rank's rows of the sum; outputs of experts are complete
     attention, MLPs    of all ranks' normed rows, gathered
     experts            of a rank's rows, see `engine/expert_parallel/exchange.py`
     final norm         gathered
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def seams_of(model: Model, group: Group, vocab_size: int) -> WholeRows:
-    """How the model's shard meets those of other ranks. vocab_size: of the whole model."""
+    """Return the seams of the model's shard. vocab_size: of the whole model."""
     moe = model.config.moe
     if moe is not None and moe.exchange == "dispatch":
         num_slots = max(block.rule.num_slots for block in model.blocks if isinstance(block, Moe))  # the same in all
@@ -38,7 +38,7 @@ def seams_of(model: Model, group: Group, vocab_size: int) -> WholeRows:
 
 
 class DividedRows(WholeRows):
-    """Rank r has rows r * n to (r + 1) * n, n = ceil(rows / ranks), of which the last may not exist."""
+    """Seams of ranks that divide rows: rank r has rows r n to (r + 1) n - 1 of a step, n = ceil(rows / ranks)."""
 
     def __init__(self, group: Group, vocab_size: int, exchange: ExpertExchange) -> None:
         super().__init__(group, vocab_size)
@@ -71,7 +71,7 @@ class DividedRows(WholeRows):
         return rows_of_ranks(step.token_ids.shape[0], self._group.size)
 
     def _sum_of_own(self, pending: Tensor) -> Tensor:
-        """This rank's rows of the sum over ranks, float32."""
+        """Return this rank's rows of the sum over ranks, float32."""
         group = self._group
         counts = rows_of_ranks(pending.shape[0], group.size)
         own = counts[group.rank]
@@ -81,6 +81,6 @@ class DividedRows(WholeRows):
 
 
 def rows_of_ranks(num_rows: int, size: int) -> list[int]:
-    """How many of a step's rows each rank has."""
+    """Return how many of a step's rows each rank has."""
     most = -(-num_rows // size)
     return [max(0, min(most, num_rows - rank * most)) for rank in range(size)]

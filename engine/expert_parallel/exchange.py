@@ -1,13 +1,13 @@
-"""Dispatch and combine: a row goes to the ranks that have its experts, whose partial sums come back.
+"""Dispatch and combine: a row goes to the ranks that have its experts, which send partial sums back.
 
 Plain torch over a group's all-to-all; on GPUs `kernels/gpu/expert_parallel/expert_dispatch.py` and
 `expert_combine.py`. Three forms of one path:
 
-    padded    every row goes to every rank, and every expert computes every row that came, unchosen with a share of 0
-    packed    a row goes where it has an expert; experts compute as before
-    grouped   the same, and an expert computes the rows that chose it
+    padded    every row goes to every rank, whose experts compute all rows, with a share of 0 if not chosen
+    packed    a row goes only to the ranks of its experts, which compute as in the padded form
+    grouped   as packed, and an expert computes only the rows that chose it
 
-What is served is grouped; the others are what it is measured against.
+Grouped is used; the other forms are for comparison.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.tensor_parallel.seams import Group
 
 
 class ExchangeForm(Enum):
-    """See the module."""
+    """The form of an exchange, see above."""
 
     PADDED = "padded"
     PACKED = "packed"
@@ -33,7 +33,7 @@ class ExchangeForm(Enum):
 
 @dataclass(slots=True)
 class MovedBytes:
-    """What a rank has sent to others since it was made: rows, and with dispatched ones 8 bytes for each choice."""
+    """Bytes that a rank has sent to others since its start: rows, and 8 bytes for each dispatched choice."""
 
     dispatched: int = 0
     combined: int = 0
@@ -41,10 +41,10 @@ class MovedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Rows that came to a rank, by the rank that they came from.
+    """Rows that a rank has received, in the order of source ranks.
 
     x: (num_received, hidden). shares: float32, chosen: int64, (num_received, top_k); -1: another rank's expert.
-    counts: rows of each rank. own_rows, own_counts: which of this rank's rows went to each rank.
+    counts: rows from each rank. own_rows, own_counts: which of this rank's rows went to each rank, and how many.
     """
 
     x: Tensor
@@ -56,7 +56,7 @@ class Received:
 
 
 class ExpertExchange:
-    """Between ranks that have as many slots of experts each, in order; a row's choices are slots."""
+    """The exchange between ranks with equally many expert slots each, in order; a row's choices are slots."""
 
     def __init__(self, group: Group, num_slots: int, form: ExchangeForm = ExchangeForm.GROUPED) -> None:
         self._group, self._form = group, form
@@ -64,7 +64,7 @@ class ExpertExchange:
         self.moved = MovedBytes()
 
     def output(self, block: Moe, x: Tensor, num_rows: Sequence[int]) -> Tensor:
-        """What the block adds to this rank's rows x (num_rows[rank], hidden). num_rows: of each rank."""
+        """Return what the block adds to this rank's rows x (num_rows[rank], hidden). num_rows: of each rank."""
         shares, chosen = block.route(x)
         received = self.dispatch(x, shares, chosen, num_rows)
         partial = self.experts_output(block, received)
@@ -73,14 +73,14 @@ class ExpertExchange:
         return out.to(x.dtype)
 
     def experts_output(self, block: Moe, received: Received) -> Tensor:
-        """One partial sum for each received row, float32 (num_received, hidden)."""
+        """Compute a partial sum for each received row, float32 (num_received, hidden)."""
         shares, chosen = received.shares, received.chosen
         if self._form is not ExchangeForm.GROUPED:
             shares, chosen = choose_all(shares, chosen, self._held())
         return block.chosen_output(received.x, shares, chosen)
 
     def dispatch(self, x: Tensor, shares: Tensor, chosen: Tensor, num_rows: Sequence[int]) -> Received:
-        """x (n, hidden), shares float32 and chosen (n, top_k) of this rank's rows. num_rows: of each rank."""
+        """Send this rank's rows x (n, hidden), with shares float32 and chosen (n, top_k). num_rows: of each rank."""
         group, (n, hidden), top_k = self._group, x.shape, chosen.shape[1]
         goes = torch.full((n, group.size), self._form is ExchangeForm.PADDED)
         goes.scatter_(1, chosen // self._num_held, True)
@@ -103,7 +103,7 @@ class ExpertExchange:
         )
 
     def combine(self, partial: Tensor, received: Received, num_own: int) -> Tensor:
-        """Sums of this rank's rows, float32 (num_own, hidden), from all ranks' partial sums of what they received."""
+        """Send all partial sums back and sum up those of this rank's rows, float32 (num_own, hidden)."""
         self.moved.combined += self._bytes_to_others(partial, received.counts)
         back = self._group.all_to_all(partial, received.counts, received.own_counts)
         out = torch.zeros(num_own, partial.shape[1], dtype=torch.float32)
@@ -118,16 +118,17 @@ class ExpertExchange:
 
 
 def choose_all(shares: Tensor, chosen: Tensor, held: range) -> tuple[Tensor, Tensor]:
-    """Shares and choices (num_rows, len(held)) of rows that go through every expert, unchosen with a share of 0."""
+    """Return shares and choices (num_rows, len(held)) of every expert for every row, with share 0 if not chosen."""
     experts = torch.arange(held.start, held.stop, dtype=chosen.dtype, device=chosen.device)
     matches = chosen[:, :, None] == experts
     return (matches * shares[:, :, None]).sum(dim=1), experts.expand(chosen.shape[0], -1).contiguous()
 
 
 def ideal_bytes(chosen: Sequence[Tensor], rank: int, num_slots: int, row_bytes: int) -> MovedBytes:
-    """What a rank has to send: each row once to every other rank that has one of its experts, and back.
+    """Return the least bytes that a rank has to send: each row once to every other rank with one of its experts, and
+    back.
 
-    chosen: slots (rows, top_k) of each rank. row_bytes: of hidden states.
+    chosen: slots (rows, top_k) of each rank. row_bytes: of a hidden state.
     """
     size, top_k = len(chosen), chosen[0].shape[1]
 

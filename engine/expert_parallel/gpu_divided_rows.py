@@ -1,8 +1,8 @@
 """Blocks of one rank among several that divide rows around experts (docs/decisions/expert-parallelism.md).
 
-after attention and MLPs     sums scattered, residual, norm; rows gathered if the next block needs them: one kernel
+after attention and MLPs     reduce-scatter, residual, norm; an all-gather if the next block needs it: one kernel
 experts                      routing of this rank's rows, dispatch, two grouped GEMMs
-after experts                combine, residual, norm, rows gathered: one kernel
+after experts                combine, residual, norm, all-gather: one kernel
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kernels.gpu.expert_parallel.expert_dispatch import Dispatched, dispatch
 
 @dataclass(frozen=True, slots=True)
 class Uncombined(Partials):
-    """Partial sums (choices, rows that came, hidden) of other ranks' rows, too, that go back to them."""
+    """Partial sums (choices, received rows, hidden), which are to be sent back to the rows' ranks."""
 
     came: Dispatched
 
 
 class DispatchedExperts:
-    """The body of a block of experts: this rank's normed rows to what its experts make of the rows that came."""
+    """The body of a block of experts: dispatches normed rows and computes this rank's experts for received rows."""
 
     def __init__(
         self, block: Moe, experts: StackedExperts, plain_router: Gemm, memory: ExchangeMemory,
@@ -55,9 +55,9 @@ class DispatchedExperts:
         return Uncombined(outputs(self._experts, came.x, came.shares, came.chosen, came.pairs), came)
 
     def dispatch(self, x: Tensor, num_tokens: int, step: GpuStep | None = None) -> Dispatched:
-        """Route this rank's rows x (rows, hidden) of num_tokens, and send them to their experts.
+        """Route this rank's rows x (rows, hidden), out of num_tokens, and send them to their experts.
 
-        step: where choices are counted, which the first rank does: its rows are the first ones of the step.
+        step: if choices are counted, which the first rank does, since its rows are the first ones of the step.
         """
         shares, chosen = self._choose(self._router(x), step)
         is_grouped = self._form is ExchangeForm.GROUPED
@@ -68,7 +68,7 @@ class DispatchedExperts:
         )  # fmt: skip
 
     def output(self, x: Tensor, num_tokens: int) -> Tensor:
-        """What the block adds to this rank's rows, in any form."""
+        """Compute what the block adds to this rank's rows, in any form."""
         came = self.dispatch(x, num_tokens)
         if self._form is ExchangeForm.GROUPED:
             parts = outputs(self._experts, came.x, came.shares, came.chosen, came.pairs)
@@ -79,7 +79,7 @@ class DispatchedExperts:
 
 
 class DividedSeams(ShardSeams):
-    """Seams of a rank that has its shard of every layer, with whole experts."""
+    """Seams of a rank with whole experts and a shard of all other layers, which divides rows."""
 
     def __init__(self, group: DeviceGroup, vocab_size: int) -> None:
         super().__init__(group, vocab_size)
@@ -97,7 +97,7 @@ class DividedSeams(ShardSeams):
         return start
 
     def fold(self, weight: Tensor, eps: float, gathers: bool = True) -> Fold[Tensor]:
-        """gathers: the norm of all ranks' rows."""
+        """Return the fold of a block. gathers: all ranks' normed rows."""
         memory = self._rows
 
         def fold(residual: Tensor, pending: Pending | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shape of multi-head latent attention."""
+"""The config of multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention, see `engine.mla.latent_attention`.
+    """The shape and form of latent attention, see `engine.mla.latent_attention`.
 
-    q_lora_rank: None: queries are not compressed. mscale: its square is a factor on scores. rope_interleave: the
+    q_lora_rank: None: queries are not compressed. mscale: scores are multiplied by its square. rope_interleave: the
     checkpoint's rotary dimensions are pairs. form: what the pool keeps, and when it is expanded.
     """
 

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3: multi-head latent attention, and experts after a few dense layers.
 
-V2 scores experts by softmax and V3 by sigmoid plus a bias that balances them; both may choose within groups. Modules
-for multi-token prediction, which V3's checkpoints have after the last layer, are read by `engine/speculation/mtp`.
+V2 scores experts by softmax, V3 by sigmoid plus a balancing bias; both may choose within groups.
+`engine/speculation/mtp` reads the MTP modules that V3's checkpoints store after the last layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.rope_scaling.scaling import Scaling, yarn_mscale
 
 
 def adapt_v2(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """Groups are ranked by their best expert, where the config asks for groups at all."""
+    """Adapt the config: groups, if the config has any, are ranked by their best expert."""
     method = raw.get("topk_method") or "greedy"
     _check("topk_method", method, ("greedy", "group_limited_greedy"))
     moe = _moe(config, raw, "softmax", has_groups=method == "group_limited_greedy")
@@ -37,7 +37,7 @@ def adapt_v2(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def adapt_v3(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """Groups are ranked by the sum of their two best experts."""
+    """Adapt the config: groups are ranked by the sum of their two best experts."""
     _check("topk_method", raw.get("topk_method") or "noaux_tc", ("noaux_tc",))
     moe = _moe(config, raw, "sigmoid", has_groups=True)
     return _adapt(config, raw, moe and replace(moe, group_top=2, has_choice_bias=True))
@@ -67,13 +67,13 @@ def _adapt(config: ModelConfig, raw: Mapping[str, Any], moe: MoeConfig | None) -
 
 
 def with_asked_form(config: ModelConfig, engine_config: EngineConfig) -> ModelConfig:
-    """The config of a model with latent attention, in the form that `--mla` names. Raises ConfigError."""
+    """Return the config of a model with latent attention in the form that `--mla` names. Raises ConfigError."""
     assert config.latent is not None
     return with_latent(config, replace(config.latent, form=engine_config.of(LatentSettings).mla))
 
 
 def with_latent(config: ModelConfig, latent: LatentConfig) -> ModelConfig:
-    """The config with latent attention, and with heads as the pool keeps them in that form. Raises ConfigError."""
+    """Return the config with latent attention, and the pool's KV heads in its form. Raises ConfigError."""
     qk_dim = latent.nope_head_dim + latent.rope_head_dim
     if latent.rope_head_dim % 2:
         raise ConfigError(f"qk_rope_head_dim {latent.rope_head_dim} is odd, rotary embedding needs pairs")
@@ -85,7 +85,7 @@ def with_latent(config: ModelConfig, latent: LatentConfig) -> ModelConfig:
 
 
 def _moe(config: ModelConfig, raw: Mapping[str, Any], score: ScoreKind, has_groups: bool) -> MoeConfig | None:
-    """Experts from layer `first_k_dense_replace` on, in every `moe_layer_freq`-th; None: the model has none."""
+    """Read the experts, from layer `first_k_dense_replace` on in every `moe_layer_freq`-th; None without any."""
     if raw.get("n_routed_experts") is None:
         return None
     _check("scoring_func", raw.get("scoring_func") or score, (score,))
@@ -111,7 +111,7 @@ def _moe(config: ModelConfig, raw: Mapping[str, Any], score: ScoreKind, has_grou
 
 
 def _all_layers(config: ModelConfig, raw: Mapping[str, Any]) -> range:
-    """The model's layers, and after these the modules'."""
+    """Return the model's layers, followed by those of MTP modules."""
     return range(config.num_layers + int(raw.get("num_nextn_predict_layers") or 0))
 
 

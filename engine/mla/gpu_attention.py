@@ -1,4 +1,4 @@
-"""Attention over latents in the pool on a GPU, absorbed, or expanded for prompts where that is cheaper."""
+"""Attention over the pool's latents on a GPU, absorbed, or expanded for prompts where that is cheaper."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LatentQueries(GpuAttention):
         )
         self.name = self.prefill.name
         self._rotary, self._pool, self._num_heads = model.rotary, pool, config.num_heads
-        self.width = config.num_heads * latent.kv_lora_rank  # of absorbed queries' outputs
+        self.width = config.num_heads * latent.kv_lora_rank  # width of absorbed queries' outputs
         self._workspace = latent_workspace(max_rows, config.num_heads, latent.kv_lora_rank, pool.device)
 
     def plan(
@@ -52,15 +52,15 @@ class LatentQueries(GpuAttention):
     def attend(self, inputs: GpuInputs, block: LatentAttention, q: Tensor, latents: Tensor) -> Tensor:
         """See GpuAttention: norm and rotate, absorb, store latents, attend.
 
-        q: (num_tokens, num_heads, nope_dim + rope_dim); latents: (num_tokens, rank + rope_dim), not normed: rows of
-        any stride, only read. Returns (num_tokens, num_heads * v_dim).
+        q: (num_tokens, num_heads, nope_dim + rope_dim); latents: (num_tokens, rank + rope_dim), before the norm, with
+        rows of any stride, read-only. Returns (num_tokens, num_heads * v_dim).
         """
         [own] = inputs.groups
         num_tokens, num_heads, rank = q.shape[0], block.num_heads, block.rank
         num_decode, attended = inputs.lengths.shape[0], inputs.attended
         expanded = own.prefill if isinstance(own.prefill, ExpandedPlan) else None
         num_absorbed = num_tokens if expanded is None else num_decode
-        if attended is None:  # of all tokens, so that a trial of expanded prompts measures what absorbed ones need
+        if attended is None:  # for all tokens, so that trials of expanded prompts measure the memory of absorbed ones
             attended = torch.empty(num_tokens, num_heads * rank, dtype=q.dtype, device=q.device)
         absorbed = torch.empty(num_tokens, num_heads, latents.shape[1], dtype=q.dtype, device=q.device)
         rotate_and_write_latents(

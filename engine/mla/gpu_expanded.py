@@ -1,14 +1,14 @@
 """Prompts of models with latent attention in the expanded form: K and V of all keys by one GEMM, then attention.
 
-A (query, key) pair takes 2 x (rank + rotated + rank) operations a head in the absorbed form and 2 x (plain + rotated
-+ value) in this one, 2,176 and 640 for DeepSeek's 512, 64, 128 and 128. Expanding takes 2 x rank x (plain + value) a
-key and head. So does absorbing a query and what comes of it, which this form saves: a chunk's own keys cost nothing
-more. What remains is the context's:
+A (query, key) pair takes 2 x (rank + rotated + rank) operations per head in the absorbed form and 2 x (plain +
+rotated + value) in this one, 2,176 and 640 for DeepSeek's 512, 64, 128 and 128. Expanding takes 2 x rank x (plain +
+value) per key and head. Absorbing a query and its output takes the same, which this form saves, so a chunk's own keys
+cost nothing extra. What remains is the cost of the context:
 
     expanded is cheaper where    pairs x (2 rank - plain - value) > context x rank x (plain + value)
 
-For DeepSeek's numbers, and n tokens after c: where n + n (n + 1) / 2c > 170.7, so for any chunk of 171 tokens, and
-for 64 after up to 19. It is asked for all chunks of a step together, so that one kernel attends for them.
+For DeepSeek's numbers and n tokens after c: where n + n (n + 1) / 2c > 170.7, so for any chunk of 171 tokens, and for
+64 after up to 19. All chunks of a step are decided together, so that one kernel attends for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.prefill_backends import fa3
 
 logger = logging.getLogger(__name__)
-MAX_EXPANDED_BYTES = 512 << 20  # of one layer's latents, K and V; steps with more keys are absorbed
+MAX_EXPANDED_BYTES = 512 << 20  # for one layer's latents, K and V; steps with more keys are absorbed
 
 
 def is_cheaper_expanded(latent: LatentConfig, query_starts: Sequence[int], seq_lens: Sequence[int]) -> bool:
@@ -50,16 +50,16 @@ def is_cheaper_expanded(latent: LatentConfig, query_starts: Sequence[int], seq_l
 
 
 class ExpandedLatents(PagedLatents):
-    """Plans the cheaper form for each step; `prefill` is for absorbed ones, `attend` for expanded ones.
+    """Plans the cheaper form for each step. `prefill` computes absorbed steps, `attend` expanded ones.
 
-    Its buffers are taken at once, so that they count when memory is measured.
+    Its buffers are allocated at once, so that memory measurements include them.
     """
 
     def __init__(
         self, pool: Tensor, num_heads: int, latent: LatentConfig, dtype: torch.dtype,
         flash: fa3.Forward | None = None, max_bytes: int = MAX_EXPANDED_BYTES,
     ) -> None:  # fmt: skip
-        """flash: FlashAttention-3's operator, which takes heads of these widths; None: our kernel attends."""
+        """flash: FlashAttention-3's operator, for heads of these widths; None: our kernel attends."""
         super().__init__(num_heads, latent)
         self._latent, self._flash, self._block_size = latent, flash, pool.shape[4]
         self._dims = latent.nope_head_dim, latent.rope_head_dim, latent.v_head_dim
@@ -75,7 +75,7 @@ class ExpandedLatents(PagedLatents):
         self._keys = keys[0].view(self._max_keys, num_heads, -1) if keys else None
 
     def plan(self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor) -> LatentPlan:
-        """The cheaper form's."""
+        """Plan the cheaper form."""
         if sum(seq_lens) > self._max_keys or not is_cheaper_expanded(self._latent, query_starts, seq_lens):
             return super().plan(query_starts, seq_lens, block_tables)
         return self.plan_expanded(query_starts, seq_lens, block_tables)
@@ -83,13 +83,13 @@ class ExpandedLatents(PagedLatents):
     def plan_expanded(
         self, query_starts: Sequence[int], seq_lens: Sequence[int], block_tables: Tensor
     ) -> ExpandedPlan:
-        """The expanded form, cheaper or not, of as many keys as the buffers hold."""
+        """Plan the expanded form, cheaper or not, for at most as many keys as the buffers hold."""
         num_keys, device = sum(seq_lens), block_tables.device
         key_starts = list(accumulate(seq_lens, initial=0))
         rows = np.repeat(np.arange(len(seq_lens)), seq_lens)
         positions = np.arange(num_keys) - np.asarray(key_starts)[rows]
         index = upload(np.stack([rows, *np.divmod(positions, self._block_size)]), torch.int64, device)
-        # Keys first: a pointer that is aligned only for some numbers of rows is two variants of our kernel.
+        # Keys first: a pointer whose alignment depends on the number of rows would need two variants of our kernel.
         starts = upload([key_starts, list(query_starts)], torch.int32, device)
         tiles = None
         if self._flash is None:
@@ -100,14 +100,15 @@ class ExpandedLatents(PagedLatents):
         )
 
     def attend(self, q: Tensor, kv_b: Tensor, pool: Tensor, layer: int, plan: ExpandedPlan, out: Tensor) -> None:
-        """q: (num_tokens, num_heads, plain + rotated), rotated. out: (num_tokens, num_heads, value), contiguous.
+        """Attend. q: (num_tokens, num_heads, plain + rotated), rotated. out: (num_tokens, num_heads, value),
+        contiguous.
 
-        kv_b: of `LatentAttention`. The pool has the latents of these tokens, too.
+        kv_b: of `LatentAttention`. The pool already holds the latents of these tokens.
         """
         num_keys, num_heads = plan.blocks.shape[0], q.shape[1]
         plain = self._dims[0]
         latents, source = self._latents[:num_keys], pool[:, layer, 0, 0]
-        if pool.dtype == latents.dtype:  # without another copy of them
+        if pool.dtype == latents.dtype:  # without a copy of them
             torch.ops.aten.index.Tensor_out(source, [plan.blocks, plan.offsets], out=latents)
         else:
             latents.copy_(source[plan.blocks, plan.offsets])
@@ -136,9 +137,9 @@ class ExpandedLatents(PagedLatents):
 
 
 def open_latents(wanted: str, pool: Tensor, num_heads: int, latent: LatentConfig, dtype: torch.dtype) -> PagedLatents:
-    """What attends for prompts over a pool of latents. Raises ConfigError.
+    """Return the prefill attention over a pool of latents. Raises ConfigError.
 
-    `auto` takes FlashAttention-3 where a trial shows that the package has kernels of these widths, else our kernel.
+    `auto` takes FlashAttention-3 if a trial shows that the package has kernels of these widths, else our kernel.
     """
     if wanted == "cudnn":
         raise ConfigError("--attention-backend cudnn does not take latent attention; use triton")
@@ -158,7 +159,7 @@ def open_latents(wanted: str, pool: Tensor, num_heads: int, latent: LatentConfig
 def open_flash(
     wanted: str, dims: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> fa3.Forward | None:
-    """FlashAttention-3, tried once: a package does not tell which widths it was built for."""
+    """Return FlashAttention-3's operator if a trial succeeds: a package does not tell its supported widths."""
     from engine.prefill_backends import fa3
 
     fits = device.type == "cuda" and torch.version.hip is None and dtype == torch.bfloat16
@@ -173,8 +174,8 @@ def open_flash(
         forward = fa3.load().forward
         try_widths(forward, dims, dtype, device)
     except torch.OutOfMemoryError:
-        raise  # a RuntimeError, but another backend is no answer to it
-    except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or without these widths
+        raise  # a RuntimeError that another backend does not solve
+    except (ImportError, OSError, RuntimeError) as error:  # built for another torch, or not for these widths
         if wanted == "fa3":
             raise ConfigError(f"--attention-backend fa3 does not work here: {error}") from error
         logger.info("FlashAttention-3 does not take latents here: %s", error)
@@ -183,7 +184,7 @@ def open_flash(
 
 
 def try_widths(forward: fa3.Forward, dims: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Attend for a small row. Raises RuntimeError where that fails, or gives something else than attention."""
+    """Attend for a small row. Raises RuntimeError if that fails or the result is wrong."""
     plain, rotated, value = dims
     generator = torch.Generator(device).manual_seed(0)
     numbers = torch.randn(3, 40, 2, plain + max(rotated, value), generator=generator, device=device).to(dtype)

@@ -17,7 +17,7 @@ from kernels.gpu.mla.latent_prefill import TILE_M, heads_of_tile, latent_prefill
 
 @dataclass(frozen=True, slots=True)
 class AbsorbedPlan:
-    """block_tables, tiles: see PagedPlan."""
+    """The plan of absorbed prompts. block_tables, tiles: see PagedPlan."""
 
     block_tables: Tensor
     tiles: Tensor
@@ -25,10 +25,10 @@ class AbsorbedPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPlan:
-    """Where a step's keys are, row after row, and which are whose; on the device.
+    """The plan of expanded prompts: where a step's keys are, row by row; on the device.
 
-    blocks, offsets: int64 (num_keys,), in the pool. query_starts, key_starts: int32 (num_rows + 1,).
-    tiles: int32 (num_tiles, 4), of our kernel; None for FlashAttention-3.
+    blocks, offsets: int64 (num_keys,), in the pool. query_starts, key_starts: int32 (num_rows + 1,). tiles: int32
+    (num_tiles, 4), of our kernel; None for FlashAttention-3.
     """
 
     blocks: Tensor
@@ -44,7 +44,7 @@ LatentPlan = AbsorbedPlan | ExpandedPlan
 
 
 class PagedLatents:
-    """Plans, and attends for, absorbed queries alone: (num_tokens, num_heads, rank + rotated)."""
+    """Plans and computes attention of absorbed queries only: (num_tokens, num_heads, rank + rotated)."""
 
     name = "triton"
 

@@ -1,4 +1,4 @@
-"""Latent attention on a GPU, in the ways of `engine/gpu/ops`: GEMMs apart, and `LatentQueries` between them."""
+"""Latent attention on a GPU, see `engine/gpu/ops`: separate GEMMs, with `LatentQueries` between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ attention = LatentQueries
 
 
 def prepare(block: LatentAttention) -> None:
-    """Weights are read as they are."""
+    """Do nothing: ops read the weights as they are."""
 
 
 def plain(block: LatentAttention, target: Target) -> GpuOp:
@@ -53,7 +53,7 @@ def one_row(block: LatentAttention, target: Target) -> GpuOp:
 def latent_attention(
     block: LatentAttention, qkv_a: LinearLayer, normed_q_b: LinearLayer | None
 ) -> Callable[[Tensor, GpuStep], Tensor]:
-    """The block up to its output projection, with linear layers in the forms given. normed_q_b: norm and GEMM."""
+    """Return the block up to its output projection, with these linear layers. normed_q_b: norm and GEMM."""
     kept = block.rank + block.rope_dim
 
     def attend(x: Tensor, step: GpuStep) -> Tensor:

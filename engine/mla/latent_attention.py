@@ -1,18 +1,18 @@
-"""Multi-head latent attention (MLA): K and V of all heads are linear functions of one short vector of the token.
+"""Multi-head latent attention (MLA): K and V of all heads are linear functions of one short vector per token.
 
-    [c | k_rope] = W_kv_a x    c normed, k_rope rotated: what the pool keeps of a token
-    k_h = [W_UK_h c | k_rope]  v_h = W_UV_h c               for each head h; W_kv_b has W_UK_h and W_UV_h as rows
+    [c | k_rope] = W_kv_a x    c normed, k_rope rotated: the latent that the pool keeps of a token
+    k_h = [W_UK_h c | k_rope]  v_h = W_UV_h c               for each head h; W_UK_h and W_UV_h are rows of W_kv_b
     q_h = [q_nope | q_rope]    of W_q x, or of W_q_b norm(W_q_a x)
     y   = W_o [softmax(q_h k_h^T * scale) v_h]_h
 
-Three forms of the same function, told apart by what is kept and when it is expanded
+Three forms of the same function, which differ in what is kept and when it is expanded
 (docs/decisions/latent-attention.md):
 
-    absorbed   latents are kept. q_nope W_UK_h attends to them as to one KV head, whose values they are; W_UV_h after
-    latent     latents are kept, and k_h and v_h of the whole context are computed anew when it is attended to
+    absorbed   latents are kept. q_nope W_UK_h attends to them as to one KV head, also for the values; then W_UV_h
+    latent     latents are kept, and k_h and v_h of the whole context are computed whenever it is attended to
     naive      k_h and v_h are kept, as in grouped-query attention
 
-`Step.attend` is given [q | c | k_rope] before any of this, so that a backend may take another form for other rows.
+`Step.attend` gets [q | c | k_rope] before any of this, so a backend may choose another form for other rows.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from engine.layers.weights import Partition, WeightSource
 from engine.models.config import ModelConfig
 from kernels.elementwise import rms_norm, rotate_
 
-LATENT_NORM_EPS = 1e-6  # whatever the config's eps is
+LATENT_NORM_EPS = 1e-6  # whatever eps the config has
 
 
 class LatentAttention(AttentionBlock):
-    """qkv_a: W_q_a, or W_q where q is not compressed, and W_kv_a in one GEMM. q_b: W_q_b or None.
+    """Latent attention. qkv_a: W_q_a, or W_q if q is not compressed, and W_kv_a in one GEMM. q_b: W_q_b or None.
 
-    kv_b: (heads * (nope_dim + v_dim), rank), never quantized: all forms have the same numbers.
-    Rows of rotated dimensions are in the order of `rotate_`, halves instead of pairs.
+    kv_b: (heads * (nope_dim + v_dim), rank), never quantized, so that all forms have the same numbers. Rows of
+    rotated dimensions are in the order of `rotate_`: halves instead of pairs.
     """
 
     gpu_ops = "engine.mla.gpu_ops"
@@ -97,20 +97,22 @@ class LatentAttention(AttentionBlock):
     @property
     @abstractmethod
     def query_width(self) -> int:
-        """Width of a query as `heads` returns it; a backend scales scores by the inverse of its root."""
+        """The width of a query from `heads`; a backend scales scores by the inverse of its square root."""
 
     @property
     def w_uk(self) -> Tensor:
-        """(num_heads, nope_dim, rank)."""
+        """W_UK (num_heads, nope_dim, rank)."""
         return self.kv_b.view(self.num_heads, -1, self.rank)[:, : self.nope_dim]
 
     @property
     def w_uv(self) -> Tensor:
-        """(num_heads, v_dim, rank)."""
+        """W_UV (num_heads, v_dim, rank)."""
         return self.kv_b.view(self.num_heads, -1, self.rank)[:, self.nope_dim :]
 
     def rotated(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Scaled queries (num_tokens, num_heads, qk_dim) and latents (num_tokens, rank + rope_dim), in place."""
+        """Rotate in place: queries (num_tokens, num_heads, qk_dim), scaled, and latents (num_tokens, rank +
+        rope_dim).
+        """
         q_size = self.num_heads * self.qk_dim
         q, latents = qkv[:, :q_size].view(-1, self.num_heads, self.qk_dim), qkv[:, q_size:]
         rotate_(q[..., self.nope_dim :], *rotation)
@@ -120,7 +122,7 @@ class LatentAttention(AttentionBlock):
         return q, latents
 
     def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, rank + rope_dim) -> keys (num_heads, n, qk_dim), values (num_heads, n, v_dim)."""
+        """Expand latents (n, rank + rope_dim) to keys (num_heads, n, qk_dim) and values (num_heads, n, v_dim)."""
         c, k_rope = latents[:, : self.rank], latents[:, self.rank :].expand(self.num_heads, -1, -1)
         kv = functional.linear(c, self.kv_b).view(c.shape[0], self.num_heads, -1).transpose(0, 1)
         return torch.cat([kv[..., : self.nope_dim], k_rope], dim=2), kv[..., self.nope_dim :]
@@ -136,7 +138,7 @@ class LatentAttention(AttentionBlock):
 
 
 class AbsorbedLatentAttention(LatentAttention):
-    """W_UK on the side of the queries, W_UV on that of the outputs; in between one KV head for all queries."""
+    """Applies W_UK to queries and W_UV to outputs; in between, all queries share one KV head, the latents."""
 
     @property
     def query_width(self) -> int:
@@ -155,7 +157,7 @@ class AbsorbedLatentAttention(LatentAttention):
 
 
 class ExpandedLatentAttention(LatentAttention):
-    """K and V of the context are expanded whenever it is attended to: more to compute per key, less per query."""
+    """Expands K and V of the context whenever it is attended to: more work per key, less per query."""
 
     @property
     def query_width(self) -> int:
@@ -170,7 +172,7 @@ class ExpandedLatentAttention(LatentAttention):
 
 
 class NaiveLatentAttention(LatentAttention):
-    """K and V are expanded once and kept; V is padded to the width of K."""
+    """Expands K and V once and keeps them; V is padded to the width of K."""
 
     @property
     def query_width(self) -> int:
@@ -191,7 +193,7 @@ FORMS: dict[str, type[LatentAttention]] = {
 
 
 def latent_attention(config: ModelConfig, weights: WeightSource, name: str, norm: str, layer: int) -> LatentAttention:
-    """The block in the form that the config names."""
+    """Return the block in the form that the config names."""
     assert config.latent is not None, "the family's adapt_config sets it"
     return FORMS[config.latent.form](config, weights, name, norm, layer)
 
@@ -199,7 +201,7 @@ def latent_attention(config: ModelConfig, weights: WeightSource, name: str, norm
 def with_halves(linear: Linear, head_dim: int, rope_dim: int) -> Linear:
     """Order each head's last `rope_dim` outputs as halves (x0 x1 .. y0 y1 ..) instead of pairs (x0 y0 x1 y1 ..).
 
-    What is rotated in pairs becomes what `rotate_` rotates. The rows are no longer those of a stored weight.
+    `rotate_` rotates halves. The rows are no longer those of a stored weight.
     """
 
     def halves(rows: Tensor) -> Tensor:
@@ -213,7 +215,7 @@ def with_halves(linear: Linear, head_dim: int, rope_dim: int) -> Linear:
 
 
 def stacked(first: Linear, second: Linear) -> Linear:
-    """One layer of two that read the same x, with the outputs of both."""
+    """Join two layers that read the same x to one with the outputs of both."""
     bias = None
     if first.bias is not None or second.bias is not None:
         biases = [x.weight.new_zeros(x.weight.shape[0]) if x.bias is None else x.bias for x in (first, second)]

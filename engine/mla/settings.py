@@ -17,7 +17,7 @@ FORMS = ("absorbed", "latent", "naive")
 
 @dataclass(frozen=True)
 class LatentSettings(EngineWing):
-    """How latents are kept. Raises ConfigError for values that cannot work."""
+    """The form of latent attention. Raises ConfigError for unknown values."""
 
     mla: str = setting(
         "absorbed", "latent attention: absorbed keeps latents and attends to them; latent expands the kept ones to K "
@@ -30,7 +30,7 @@ class LatentSettings(EngineWing):
 
 
 def check_settings(config: ModelConfig, engine_config: Settings) -> None:
-    """Raise ConfigError where `--mla` says nothing about the model."""
+    """Raise ConfigError if `--mla` does not apply to the model."""
     form = engine_config.of(LatentSettings).mla
     if config.latent is None and form != LatentSettings.mla:
         raise ConfigError(f"--mla {form}: {config.architecture} has no latent attention; leave it out")

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: consecutive layers in stages, hidden states between them, a stage on another host."""
+"""Pipeline parallelism: stages of consecutive layers, the hidden states between them, and a stage on another host."""

@@ -1,10 +1,10 @@
 """What a lowered model does at the ends of a pipeline stage, which has consecutive layers of it.
 
-    in     a later stage's inbox stands for the embedding, and token i of a step is row i of it
-    out    what goes on is the residual, all outputs added: a sum without a norm in the place of the final norm
-    tokens are sampled by the last stage, the one that has the final norm and the head
+    in     a later stage's inbox replaces the embedding: token i of a step is row i of it
+    out    the residual is passed on, with all outputs added: a sum without a norm replaces the final norm
+    tokens are sampled by the last stage, which has the final norm and the head
 
-Ops in between know nothing of it.
+The ops between the ends are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.ranks import Inbox, LookUp
 
 
 class HiddenSource(Protocol):
-    """The stage before."""
+    """The previous stage."""
 
     def receive(self, hidden: Tensor) -> None:
         """Fill `hidden` (num_tokens, hidden) with the next step's, or queue that on the current stream."""
@@ -30,7 +30,7 @@ class HiddenSource(Protocol):
 
 
 class HiddenInbox(Inbox):
-    """Hidden states of a step, which ops read where the first stage's read the embedding."""
+    """A step's hidden states, which ops read where the first stage reads the embedding."""
 
     def __init__(self, source: HiddenSource, table: Tensor) -> None:
         """table: zeros (most tokens of a step, hidden)."""
@@ -45,7 +45,7 @@ class HiddenInbox(Inbox):
         return lambda token_ids: self._table[: token_ids.shape[0]]
 
     def model(self, model: Model) -> Model:
-        """See Inbox. The first stage has scaled the embedding's rows."""
+        """See Inbox. The first stage has scaled the embedding already."""
         return replace(model, embedding=self._table, embedding_scale=None)
 
     def token_ids(self, token_ids: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""Hidden states between the GPUs of two pipeline stages: NCCL, a communicator for each pair of neighbours.
+"""Hidden states between the GPUs of two pipeline stages: NCCL, with a communicator per pair of neighbours.
 
-Where stages have several ranks, each sends to its peer of the next stage: all of them have the same hidden states.
-
-They travel between the graphs of the two stages, not in them: one message a step, as long as its tokens need. A stage
-copies what it sends, so that its next step does not wait until the next stage takes this one.
+If stages have several ranks, each sends to its peer in the next stage, as all have the same hidden states. They are
+sent between the graphs of the two stages, not within them: one message per step, as long as its tokens need. A stage
+sends a copy, so that its next step does not wait until the next stage has received this one.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from engine.ranks import HiddenSink
 from engine.tensor_parallel.gpu_group import NCCL_BYTES, keep_group, open_nccl
 from kvstore.layout import Shard
 
-BEFORE, BEHIND = 0, 1  # ranks of a pair
-TIMEOUT = timedelta(minutes=10)  # of one message: the stage before may compile its kernels first
+BEFORE, BEHIND = 0, 1  # ranks in a pair
+TIMEOUT = timedelta(minutes=10)  # of one message: the previous stage may compile its kernels first
 
 
 class NcclSource:
     """See HiddenSource."""
 
     def __init__(self, store: Path, device: torch.device) -> None:
-        """Wait until the other has come, which opens the same store."""
+        """Wait until the previous stage has opened the same store."""
         self._nccl = _open_pair(store, BEHIND)
         self.receive(torch.zeros(1, device=device))
 
@@ -54,28 +53,28 @@ class NcclSink:
     def send(self, hidden: Tensor) -> None:
         self._turn = (self._turn + 1) % len(self._buffers)
         if self._sent[self._turn] is not None:
-            self._sent[self._turn].wait()  # the stream does, until the buffer is free
+            self._sent[self._turn].wait()  # the stream waits until the buffer is free
         buffer = self._buffers[self._turn][: hidden.shape[0]]
         buffer.copy_(hidden)
         self._sent[self._turn] = self._nccl.send([buffer], BEHIND, 0)
 
 
 class NoNeighbour:
-    """Stands in for both while a stage measures its memory."""
+    """Stands in for source and sink while a stage measures its memory."""
 
     def receive(self, hidden: Tensor) -> None:
-        """Leave `hidden` as it is."""
+        """Do nothing with `hidden`."""
 
     def send(self, hidden: Tensor) -> None:
-        """Send it nowhere."""
+        """Drop it."""
 
 
 Ends = tuple[HiddenSource | None, HiddenSink | None]
-"""The stages before and after this one, None where there is none."""
+"""Source and sink of a stage, None where there is no neighbour."""
 
 
 def open_ends(loaded: LoadedModel, config: EngineConfig, folder: Path) -> Ends:
-    """Connect a stage with its neighbours, if it has any. folder: of all ranks of the model."""
+    """Connect a stage to its neighbours, if any. folder: of all ranks of the model."""
     first, stop = loaded.shard.layers or (0, loaded.config.num_layers)
     source = sink = None
     if first > 0:
@@ -87,13 +86,13 @@ def open_ends(loaded: LoadedModel, config: EngineConfig, folder: Path) -> Ends:
 
 
 def ends_alone(loaded: LoadedModel) -> Ends:
-    """The ends of a stage that is run by itself; none of a whole model."""
+    """Return the ends of a stage that runs alone; none for a whole model."""
     first, stop = loaded.shard.layers or (0, loaded.config.num_layers)
     return NoNeighbour() if first else None, NoNeighbour() if stop < loaded.config.num_layers else None
 
 
 def stage_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
-    """Memory that the connections of a stage take on its GPU; 0 of a whole model."""
+    """Return the memory of a stage's connections on its GPU; 0 for a whole model."""
     source, sink = ends_alone(loaded)
     row_bytes = loaded.config.hidden_size * loaded.dtype.itemsize
     sent = (config.pp + 1) * most_tokens(config) * row_bytes
@@ -101,7 +100,7 @@ def stage_bytes(loaded: LoadedModel, config: EngineConfig) -> int:
 
 
 def _store_in(folder: Path, layer: int, shard: Shard) -> Path:
-    """Name the file where a rank of the stage that begins with `layer` meets its peer of the one before."""
+    """Return the file where a rank of the stage that begins with `layer` meets its peer of the previous one."""
     return folder / f"hidden-of-layer-{layer}-{shard.rank}"
 
 

@@ -1,4 +1,4 @@
-"""Decode steps of a pipeline stage, which is given all tokens: one step is in flight of each request."""
+"""Decode steps of a pipeline stage, which get all tokens from the host: one step of each request is in flight."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.ranks import RankContext
 
 
 class StageSteps(QuerySteps):
-    """See QuerySteps. A stage that another one follows passes hidden states on, and samples nothing."""
+    """See QuerySteps. All stages except the last pass hidden states on and sample nothing."""
 
     def __init__(self, ranks: RankContext[Any], is_grouped: bool, *args: Any) -> None:
-        """is_grouped: where there are drafts. args: of DecodeSteps."""
+        """is_grouped: if there are drafts. args: of DecodeSteps."""
         self._ranks, self.is_grouped = ranks, is_grouped
         super().__init__(*args)
 
@@ -27,7 +27,7 @@ class StageSteps(QuerySteps):
         self._ranks.pass_on(hidden[:num_queries])
 
     def _compute(self, num_rows: int) -> Any:
-        """See DecodeSteps; hidden states (num_rows, hidden) where they are passed on."""
+        """See DecodeSteps; returns hidden states (num_rows, hidden) if they are passed on."""
         if not self._ranks.passes_on:
             return super()._compute(num_rows)
         return self._forward.hidden(query_step_inputs(self._rows.state, self._packed[:, :num_rows], self.is_grouped))

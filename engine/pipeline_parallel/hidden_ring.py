@@ -1,4 +1,4 @@
-"""Hidden states from one stage's process to the next one's on a host, through a ring in shared memory."""
+"""Hidden states between the processes of two stages on one host, through a ring in shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RingFds:
 
 
 class RingSource:
-    """See HiddenSource. Steps are frames, and come in the order in which both stages run them."""
+    """See HiddenSource. A frame is a step, in the order in which both stages run them."""
 
     def __init__(self, fds: RingFds, check: Callable[[], None] | None = None) -> None:
         """check: see RingReader."""
@@ -41,7 +41,7 @@ class RingSink:
     """See HiddenSink."""
 
     def __init__(self, fds: RingFds) -> None:
-        self._ring = RingWriter(fds.memory, [fds.wake], lambda: None)  # this process ends with the first rank's
+        self._ring = RingWriter(fds.memory, [fds.wake], lambda: None)  # this process ends with rank 0's
 
     def send(self, hidden: Tensor) -> None:
         self._ring.write(hidden.contiguous().numpy().tobytes())

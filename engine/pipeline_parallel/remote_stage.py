@@ -1,7 +1,7 @@
-"""The first stage of a pipeline of two on another host, as the engine sees it: connected, started and watched.
+"""The first stage of a two-stage pipeline on another host, for the engine: connects, starts and watches it.
 
-There `python -m worker.ranks.stage` waits for an engine and starts a follower for it. What `Followers` passes by
-descriptors and rings goes through one TCP connection. The stage keeps its KV to itself.
+There `python -m worker.ranks.stage` waits for an engine and starts a follower for it. One TCP connection replaces the
+descriptors and rings of `Followers`. The stage keeps its KV to itself.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from engine.tensor_parallel.followers import STEP_ENCODER, FollowerLoaded, Follo
 from kvstore.layout import Shard
 
 CONNECT_SECONDS = 10.0
-TOKEN_VARIABLE = "MINI_INFER_CLUSTER_TOKEN"  # as of all services; engines in process have no other setting for it
+TOKEN_VARIABLE = "MINI_INFER_CLUSTER_TOKEN"  # as for all services; engines in process have no other setting for it
 
 
 class StageHello(msgspec.Struct):
-    """First frame of a connection. The answer is a text: empty, or why not."""
+    """First frame of a connection. The answer is a text: empty, or the reason for refusal."""
 
     token: str
     version: str
 
 
 class RemoteStage:
-    """Has the methods of `Followers` that a pipeline needs."""
+    """A stage on another host, with the methods of `Followers` that a pipeline needs."""
 
     def __init__(self, config: EngineConfig, device: str, gpu: GpuConfig) -> None:
-        """Connect, and let the stage load. config: resolved. Raises ConfigError with what to do."""
+        """Connect, and start loading the stage. config: resolved. Raises ConfigError with advice."""
         self._address = config.stage_address
         self.on_work: Callable[[], None] = lambda: None
         self._sock = _connect(self._address)
@@ -71,7 +71,7 @@ class RemoteStage:
             raise self._lost() from error
 
     def check(self) -> None:
-        """Raises DeviceLostError when the connection has ended."""
+        """Raise DeviceLostError if the connection has ended."""
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
         if poll.poll(0):
@@ -91,7 +91,7 @@ class RemoteStage:
 
     def _tell_of_work(self) -> None:
         self.check()
-        self.on_work()  # what the other host's processor does cannot be seen from here
+        self.on_work()  # the other host's processor time is not visible here
 
     def _send_starting(self, data: bytes) -> None:
         try:

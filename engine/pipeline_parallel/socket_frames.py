@@ -1,6 +1,6 @@
-"""Frames over TCP between a pipeline's first stage on another host and the engine: plans there, hidden states back.
+"""Frames over TCP between the engine and a pipeline's first stage on another host: plans there, hidden states back.
 
-A frame is a little-endian uint32 length and so many bytes, as in the ring between processes of one host.
+A frame is a little-endian uint32 length and that many bytes, as in the ring between processes of one host.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from engine.tensor_parallel.plan_ring import CHECK_SECONDS, LENGTH
 
-UNANSWERED_MS = 10_000  # of bytes that the other host does not confirm: it is gone
+UNANSWERED_MS = 10_000  # after which a host that acknowledges no bytes counts as gone
 KEEPALIVE_SECONDS = 2
 
 
 def watch_peer(sock: socket.socket) -> None:
-    """Let the system find out when the other host is gone, also while nothing is sent."""
+    """Let the kernel detect that the other host is gone, also while nothing is sent."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
@@ -35,9 +35,9 @@ def send_frame(sock: socket.socket, data: bytes) -> None:
 
 
 def receive_frame(sock: socket.socket, check: Callable[[], None] | None = None, begun: bytes = b"") -> bytearray:
-    """The next frame. Raises ConnectionError when the peer is gone.
+    """Receive the next frame. Raises ConnectionError if the peer has gone.
 
-    check: is called while nothing comes. begun: what the caller has read of the frame's length.
+    check: called while nothing comes. begun: bytes of the frame's length that the caller has read.
     """
     (length,) = LENGTH.unpack(begun + _receive(sock, LENGTH.size - len(begun), check))
     return _receive(sock, length, check)
@@ -58,7 +58,7 @@ def _receive(sock: socket.socket, num_bytes: int, check: Callable[[], None] | No
 
 
 class SocketSource:
-    """See HiddenSource. The caller waits: bytes pass through host memory."""
+    """See HiddenSource. The caller waits, as bytes pass through host memory."""
 
     def __init__(self, sock: socket.socket, check: Callable[[], None]) -> None:
         self._sock = sock
@@ -70,12 +70,12 @@ class SocketSource:
 
 
 class SocketSink:
-    """See HiddenSink. A thread sends: with both sides sending, neither would read."""
+    """See HiddenSink. A thread sends: if both sides were blocked sending, neither would read."""
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
         self._sock = sock
         self._on_lost = on_lost
-        self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # as many as steps are in flight
+        self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # at most as many as steps in flight
         threading.Thread(target=self._send_all, name="hidden", daemon=True).start()
 
     def send(self, hidden: Tensor) -> None:

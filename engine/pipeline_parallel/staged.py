@@ -1,4 +1,4 @@
-"""One pipeline stage's part of a model: which layers, and which weights these need."""
+"""One pipeline stage's part of a model: its layers, and the weights that they need."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvstore.layout import Shard
 
 
 def divide_layers(config: ModelConfig, count: int) -> list[range]:
-    """Layers of each of `count` stages, such that the one with the most weights has as few as possible.
+    """Return the layers of each of `count` stages, such that the largest stage has as few weights as possible.
 
-    The head counts, which every step with a sample reads; the embedding, of which a step reads rows, does not. Raises
-    ConfigError for more stages than layers.
+    The head counts, since every step that samples reads it; the embedding, of which a step reads only rows, does not.
+    Raises ConfigError for more stages than layers.
     """
     if count > config.num_layers:
         raise ConfigError(f"--pp {count}: the model has {config.num_layers} layers: choose at most so many stages")
@@ -36,7 +36,7 @@ def divide_layers(config: ModelConfig, count: int) -> list[range]:
 
 def _divide(sizes: Sequence[int], head: int, count: int) -> list[range]:
     total = [0, *accumulate(sizes)]
-    # least[n]: the largest stage's size when layers [0, n) are divided among so many stages; starts: how.
+    # least[n]: the largest stage's size if layers [0, n) are divided among the stages so far; starts: how.
     least: list[float] = [0.0] + [math.inf] * len(sizes)
     starts: list[list[int]] = []
     for stage in range(count):
@@ -62,12 +62,12 @@ def shard_of_stage(config: ModelConfig, shard: Shard, stage: Stage) -> Shard:
 
 
 def shard_of(shard: Shard, layers: range) -> Shard:
-    """The rank's part of a stage."""
+    """Return the rank's part of a stage."""
     return replace(shard, layers=(layers.start, layers.stop))
 
 
 def stage_weights(config: ModelConfig, shapes: Mapping[str, Shape], layers: range) -> dict[str, Shape]:
-    """Select the `shapes` that the stage of `layers` needs: embedding and head are the first and the last stage's."""
+    """Select the `shapes` of the stage of `layers`: embedding and head belong to the first and the last stage."""
     is_first, is_last = layers.start == 0, layers.stop == config.num_layers
     first_layer = next(index for index, name in enumerate(shapes) if layer_of(name) is not None)
     needed = {}
@@ -85,7 +85,7 @@ def stage_weights(config: ModelConfig, shapes: Mapping[str, Shape], layers: rang
 
 
 def blocks_of(blocks: Sequence[Block], layers: range) -> list[Block]:
-    """The blocks of `layers`, which begin with attention; the stage's pool has their K and V from its layer 0 on."""
+    """Return the blocks of `layers`, which begin with attention, renumbered from 0 for the stage's pool."""
     kept, layer = [], -1
     for block in blocks:
         inner = block.inner

@@ -1,4 +1,4 @@
-"""A step of a stage that passes hidden states on: its tokens come from the stage that samples them."""
+"""A step of a stage that passes hidden states on; the last stage samples its tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class UnsampledStep:
 
     rows: Sequence[ScheduledRow]
     requests: Sequence[RequestState]
-    pending: PendingStep  # which samples nothing
+    pending: PendingStep  # samples nothing
 
     def result(self) -> StepResult:
         """See PendingStep."""
         return self.pending.result()
 
     def take(self, token_ids: Sequence[Sequence[TokenId]]) -> None:
-        """Take the tokens that were sampled for each row, when all stages have done the step."""
+        """Take each row's sampled tokens, once all stages have run the step."""
         self.pending.result()
         for row, request, sampled in zip(self.rows, self.requests, token_ids, strict=True):
             for position, token_id in enumerate(sampled, row.stop - len(row.draft_token_ids)):

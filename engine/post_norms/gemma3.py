@@ -1,9 +1,8 @@
-"""Gemma-3: mostly layers with a window, norms before and after each block, scaled embeddings. Text alone.
+"""Gemma-3, text only: most layers have a window, norms before and after each block, scaled embeddings.
 
-Checkpoints that see images too have the text model under names of their own; what else they hold is not read.
-
-Weights of norms are stored less one; they are kept in float32, which the sum needs. The queries' scale is part of
-their norm's weight.
+Checkpoints of multimodal models have the text model under other names; their other weights are not read. Norm weights
+are stored minus one; they are kept in float32, which the sum needs. The queries' scale is folded into their norm's
+weight.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NOT_SUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """Rotary embedding differs between layers with a window and others, in two spellings."""
+    """Adapt the config: rotary embedding differs between layers with and without a window, in two spellings."""
     activation = raw.get("hidden_activation", ACTIVATION)
     wrong = [name for name in NOT_SUPPORTED if raw.get(name)]
     if activation != ACTIVATION or wrong:
@@ -66,7 +65,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's, with what published files leave to transformers' defaults."""
+    """Return the text model's config, with transformers' defaults for what published files leave out."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError("config.json: text_config is not an object")
@@ -79,7 +78,7 @@ def adapt_multimodal(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig
 
 
 def plus_one(norm: Tensor) -> Tensor:
-    """float32; without storage nothing is computed."""
+    """Return the weight plus one, float32. Tensors without storage are not computed."""
     return norm if norm.is_meta else norm.float() + 1
 
 
@@ -117,7 +116,7 @@ def _parts(config: ModelConfig, weights: WeightSource, prefix: str) -> Iterator[
 
 
 class GeluMlp(Mlp):
-    """y = W_down (gelu(W_gate x) * W_up x), by the tanh approximation."""
+    """y = W_down (gelu(W_gate x) * W_up x), with the tanh approximation of gelu."""
 
     is_gelu = True
 

@@ -1,6 +1,6 @@
 """Which blocks a model with windows still reads, see `engine/kv_groups/block_groups.py`. Pure.
 
-A layer with a window of w reads, for the query of token t, the keys of tokens t - w + 1 to t.
+A layer with a window of w reads the keys of tokens t - w + 1 to t for the query of token t.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.types import BlockId, BlockKey
 
 @dataclass(frozen=True, slots=True)
 class WindowedGroups(BlockGroups):
-    """Any groups, with windows or without. step_tokens: most tokens of one step."""
+    """KV groups with or without windows. step_tokens: most tokens of one step."""
 
     step_tokens: int = 0
 
@@ -77,7 +77,7 @@ class WindowedGroups(BlockGroups):
             if bounded <= num_blocks:
                 return None
             return num_blocks // self.num_groups * self.block_size
-        short = num_blocks // self.num_groups  # positions while no group has left any behind
+        short = num_blocks // self.num_groups  # positions while no group has freed any
         long = max(num_blocks - bounded, 0) // num_unbounded
         return max(short, long) * self.block_size
 
@@ -98,7 +98,7 @@ class WindowedGroups(BlockGroups):
 
     def longest_hit(self, num_positions: int, has: Callable[[int, int], bool]) -> int:
         """See BlockGroups."""
-        runs = [0] * self.num_groups  # how many positions in a row each group has, up to the last one looked at
+        runs = [0] * self.num_groups  # how many consecutive positions each group has, up to the current one
         longest = 0
         for position in range(num_positions):
             for group, window in enumerate(self.windows):
@@ -115,5 +115,5 @@ class WindowedGroups(BlockGroups):
         return longest
 
     def _most_of(self, window: int, num_positions: int) -> int:
-        """Most blocks of one group: from the first key of a step's first query to the step's last token."""
+        """Return the most blocks of a group: from the first key of a step's first query to the step's last token."""
         return (window - 1 + self.step_tokens) // self.block_size + 2 if window else num_positions

@@ -1,9 +1,9 @@
-"""Attention of models with KV groups on a CPU: straight from the pool, from the first key in a window on.
+"""Attention of models with KV groups on a CPU: directly from the pool, from the first key in the window on.
 
-Generated tokens whose keys fill equally many steps of KEY_STEP attend together; chunks one after the other. The shape
-of every GEMM follows from a token's position alone, so that its bits do not depend on what else is in the step.
+Generated tokens whose keys fill equally many steps of KEY_STEP attend together, chunks one by one. The shape of every
+GEMM depends on a token's position alone, so that its bits do not depend on the rest of the step.
 
-Which blocks a group's layers read is `WindowedGroups`' to say; entries of tables before those are never looked at.
+`WindowedGroups` decides which blocks a group's layers read; earlier entries of tables are never used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class GroupRow:
     stop: int
     block_ids: Tensor
     num_keys: int
-    first_key: int  # position of the first of these tokens
+    first_key: int  # position of the first of these keys
 
 
 @dataclass(slots=True)
 class _Single:
-    """A generated token: which of the step's it is, its sequence's blocks, and the keys among theirs that it sees."""
+    """A generated token: its index in the step, its sequence's blocks, and the range of their keys that it sees."""
 
     token: int
     table: list[BlockId]
@@ -52,7 +52,7 @@ class _Single:
 
 @dataclass(slots=True)
 class SingleQueries:
-    """Rows of one query: which of the step's tokens, their blocks (n, m), and keys (n, m * block_size) not to see."""
+    """Rows of one query: indices of tokens in the step, blocks (n, m), and hidden keys (n, m * block_size)."""
 
     tokens: Tensor
     block_ids: Tensor
@@ -61,7 +61,7 @@ class SingleQueries:
 
 @dataclass(slots=True)
 class GroupMetadata:
-    """What one group's layers need of a step: where each new token goes, and what rows read."""
+    """A step's metadata for one group's layers: where each new token is stored, and what rows read."""
 
     rotation: Rotation
     block_ids: Tensor  # (num_tokens,)
@@ -71,30 +71,29 @@ class GroupMetadata:
 
 
 class GroupedAttention:
-    """The backend for pools of K and V whose blocks belong to groups of layers."""
+    """The backend for pools of K and V with several KV groups."""
 
     name = "groups"
 
     def __init__(
         self, pool: Tensor, geometry: PoolGeometry, rotary: Tensor, local_rotary: Tensor | None = None
     ) -> None:
-        """geometry: of the pool, whatever its number of blocks.
-
-        rotary: see `rotary_table`; local_rotary: of layers with a window, None: the same.
+        """geometry: of the pool; its number of blocks is not used. rotary: see `rotary_table`. local_rotary: for
+        layers with a window; None: the same.
         """
         self._pool, layout, here = pool, geometry.layout, geometry.layers
         self._groups = WindowedGroups.of(layout, pool.shape[4], step_tokens=0)
         self._tables = [
             local_rotary if group.window and local_rotary is not None else rotary for group in layout.groups
         ]
-        self._places = {  # by a layer's number among those of this pool
+        self._places = {  # by the layer's index in this pool
             layer - here.start: (group, index)
             for group, layers in enumerate(each.layers for each in layout.groups)
             for index, layer in enumerate(layer for layer in layers if layer in here)
         }
 
     def plan(self, batch: StepBatch, inputs: Tensor) -> list[GroupMetadata]:
-        """Metadata of each group. Blocks are taken from the requests' tables, not from `inputs`."""
+        """Return the metadata of each group. Blocks come from the requests' tables, not from `inputs`."""
         rotations: dict[int, Rotation] = {}
         planned = []
         for group, table in enumerate(self._tables):
@@ -107,7 +106,7 @@ class GroupedAttention:
         groups, block_size = self._groups, self._groups.block_size
         window = groups.windows[group]
         rows: list[GroupRow] = []
-        singles: dict[int, list[_Single]] = {}  # by the number of keys that they are padded to
+        singles: dict[int, list[_Single]] = {}  # by the padded number of keys
         new_blocks: list[Tensor] = []
         for index, request in enumerate(batch.requests):
             start, stop = batch.query_starts[index], batch.query_starts[index + 1]
@@ -127,7 +126,7 @@ class GroupedAttention:
         return GroupMetadata(rotation, torch.cat(new_blocks), inputs[3], rows, joined)
 
     def _single(self, group: int, request: RequestState, token: int, seq_len: int) -> tuple[int, _Single]:
-        """A generated token, the last of so many, and the keys that it is padded to: as if it were alone."""
+        """Return the padded number of keys, as if it were alone, and the entry of token `seq_len` of a sequence."""
         groups = self._groups
         window, first = groups.windows[group], groups.first_live(groups.windows[group], seq_len - 1)
         table = group_table(request.block_ids, group, groups.num_groups, first, groups.num_positions(seq_len))
@@ -136,7 +135,7 @@ class GroupedAttention:
         return -(-num_keys // KEY_STEP) * KEY_STEP, _Single(token, table, first_key, num_keys)
 
     def _join(self, num_keys: int, singles: list[_Single]) -> SingleQueries:
-        """num_keys: that all are padded to."""
+        """Join tokens with the same padded number of keys."""
         num_blocks, device = -(-num_keys // self._groups.block_size), self._pool.device
         padded = [[*each.table, *each.table[-1:] * (num_blocks - len(each.table))] for each in singles]
         keys = torch.arange(num_blocks * self._groups.block_size, device=device)
@@ -165,7 +164,7 @@ class GroupedAttention:
 
 
 def gather_rows(pool: Tensor, layer: int, block_ids: Tensor) -> Tensor:
-    """Sequences of equally many blocks: block_ids (n, m) -> (planes, n, num_kv_heads, m * block_size, head_dim)."""
+    """Gather sequences of equally many blocks: (n, m) -> (planes, n, num_kv_heads, m * block_size, head_dim)."""
     blocks = indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, m, planes, heads, block_size, head_dim)
     return blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
 
@@ -173,9 +172,9 @@ def gather_rows(pool: Tensor, layer: int, block_ids: Tensor) -> Tensor:
 def attend_rows(
     q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sinks: Tensor | None = None, softcap: float = 0.0
 ) -> Tensor:
-    """One query per sequence.
+    """Attend with one query per sequence.
 
-    q: (n, num_heads, head_dim); keys and values: (n, num_kv_heads, num_keys, head_dim), values may be changed;
+    q: (n, num_heads, head_dim); keys and values: (n, num_kv_heads, num_keys, head_dim), values may be modified;
     hidden: bool (n, num_keys), keys that do not take part and may hold anything. Returns the shape of q.
     """
     num_kv_heads = keys.shape[1]

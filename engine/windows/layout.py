@@ -1,4 +1,4 @@
-"""The KV layout of a model some of whose layers look back a window of tokens."""
+"""The KV layout of a model in which some layers have a window."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MAX_WINDOW_GROUPS = 8
 
 
 def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int, dtype: str) -> KvLayout:
-    """The layout of a model whose layers look back `windows[layer]` tokens; 0: to the start.
+    """Return the layout of a model whose layers look back `windows[layer]` tokens; 0: to the start.
 
-    Layers of one window are divided into groups of equal size, the widest window first. They are assigned in turn, so
-    that consecutive layers, which a pipeline stage has, are about as many of each group.
+    Layers of one window are divided into groups of equal size, the widest window first, and assigned to these in
+    turn, so that consecutive layers, as in a pipeline stage, are spread over the groups.
     """
     by_window: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -34,10 +34,10 @@ def windowed_attention(windows: Sequence[int], num_kv_heads: int, head_dim: int,
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Layers of each group, where counts[i] layers have the i-th window, the widest first.
+    """Return the number of layers per group, if counts[i] layers have the i-th window, the widest first.
 
-    Preferred are at most MAX_WINDOW_GROUPS groups, then the least padding of the first window's layers, then of all,
-    then the fewest groups.
+    Prefers at most MAX_WINDOW_GROUPS groups, then the least padding for the first window's layers, then for all, then
+    the fewest groups.
     """
 
     def cost(size: int) -> tuple[bool, int, int, int]:
