@@ -1,1 +1,1 @@
-"""Models whose tokens attend to later ones, too, as encoders do: they give vectors, and generate nothing."""
+"""Models whose tokens also attend to later ones, as in encoders: they produce vectors and generate nothing."""

@@ -1,7 +1,7 @@
-"""Attention of whole prompts, in which every token sees all others, or those in a window on both sides of it.
+"""Attention over whole prompts, where every token sees all others, or those in a window on both sides.
 
 For query i: softmax(q_i K[a..b]^T / sqrt(head_dim)) V[a..b], where a..b is the prompt, or with a window w its tokens
-nearer to i than w. A step holds whole prompts, so K and V are read as they are computed, and never from the pool.
+nearer to i than w. A step holds whole prompts, so K and V are used as computed, never read from the pool.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from engine.loader.load import LoadedModel
 from kvstore.layout import PoolGeometry
 
 NAME = "bidirectional"
-QUERY_BLOCK = 256  # queries of a window that attend together: their mask stays small, however long the prompt is
+QUERY_BLOCK = 256  # queries of a window per call, so that the mask stays small for any prompt length
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, window: int = 0) -> Tensor:
-    """Attention of one prompt.
+    """Compute attention for one prompt.
 
-    q: (n, num_heads, head_dim); keys and values: (num_kv_heads, n, head_dim). window: see above; 0: none.
-    Returns (n, num_heads, head_dim).
+    q: (n, num_heads, head_dim); keys and values: (num_kv_heads, n, head_dim). window: see above; 0: none. Returns (n,
+    num_heads, head_dim).
     """
     if not window or window >= q.shape[0]:
         return _attend(q, keys, values)
@@ -46,13 +46,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, window: int = 0) -> Tensor:
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None = None) -> Tensor:
-    """visible: bool (num_queries, num_keys); None: all."""
+    """Attend. visible: bool (num_queries, num_keys); None: all."""
     num_queries, num_heads, head_dim = q.shape
     group = num_heads // keys.shape[0]
-    # All queries that share a KV head are rows of one GEMM: repeating K and V for each query head would copy them.
+    # All queries that share a KV head are rows of one GEMM, since repeating K and V for each query head would copy.
     rows = q.view(num_queries, -1, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     mask = None if visible is None else visible.repeat(group, 1)
-    # A mask on a GPU: see `attend_causally`.
+    # For masks on a GPU see `attend_causally`.
     with sdpa_kernel(SDPBackend.MATH) if q.is_cuda and mask is not None else nullcontext():
         out = functional.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)
     return out.view(-1, group, num_queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
@@ -60,7 +60,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None = No
 
 @dataclass(slots=True)
 class WholePrompts:
-    """Rotations, of layers without and with a window, and where each row's tokens begin, with their end."""
+    """Rotations for layers without and with a window, and where each row's tokens start, followed by the end."""
 
     rotation: Rotation
     local_rotation: Rotation
@@ -68,18 +68,18 @@ class WholePrompts:
 
 
 class BidirectionalAttention:
-    """The backend of a CPU. Warm-up may give it parts of prompts; nobody reads their outputs."""
+    """The CPU backend. The warm-up may pass parts of prompts, whose outputs are not used."""
 
     name = NAME
 
     def __init__(self, windows: Sequence[int], rotary: Tensor, local_rotary: Tensor | None) -> None:
-        """windows: of each layer here, 0: none; empty: no layer has one. rotary, local_rotary: see `Model`."""
+        """windows: of each layer here, 0: none; empty: no layer has a window. rotary, local_rotary: see `Model`."""
         self._windows = windows
         self._rotary = rotary
         self._local_rotary = local_rotary
 
     def plan(self, batch: StepBatch, inputs: Tensor) -> WholePrompts:
-        """See AttentionBackend. Raises InvalidRequestError for a part of a prompt that somebody waits for."""
+        """See AttentionBackend. Raises InvalidRequestError for a part of a real request's prompt."""
         for row, request in zip(batch.rows, batch.requests, strict=True):
             if request.params.pooling and (row.start or row.num_tokens != request.num_prompt_tokens):
                 raise InvalidRequestError("a prompt is computed as a whole where tokens attend to later ones")
@@ -88,7 +88,7 @@ class BidirectionalAttention:
         return WholePrompts(rotation, local, batch.query_starts)
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: WholePrompts) -> Tensor:
-        """See AttentionBackend; nothing is kept."""
+        """See AttentionBackend; nothing is stored in the pool."""
         window = self._windows[block.layer] if self._windows else 0
         q, kv = block.heads(qkv, metadata.local_rotation if window else metadata.rotation)
         keys, values = block.context(kv.permute(1, 2, 0, 3))

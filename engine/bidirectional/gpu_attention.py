@@ -1,4 +1,4 @@
-"""Bidirectional prefill attention on a GPU: prompt by prompt, by torch's scaled_dot_product_attention."""
+"""Bidirectional prefill attention on a GPU: prompt by prompt, with torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.bidirectional.attention import NAME, attend
 
 @dataclass(frozen=True, slots=True)
 class WholePromptsPlan:
-    """query_starts: see PrefillAttention. block_tables: as other plans have them; the pool is not read."""
+    """query_starts: see PrefillAttention. block_tables: as in other plans; the pool is not read."""
 
     query_starts: Sequence[int]
     block_tables: Tensor
@@ -30,7 +30,7 @@ class WholePromptsPlan:
 
 
 class BidirectionalPrefill:
-    """See PrefillAttention. A prompt of one token is a decode row, and sees itself in either form of attention."""
+    """See PrefillAttention. A prompt of one token is a decode row; it sees only itself in both kinds of attention."""
 
     name = NAME
 

@@ -1,6 +1,6 @@
-"""Settings of an engine whose steps compute whole prompts: every token's state depends on all others of its prompt.
+"""Settings of an engine whose steps compute whole prompts, since each token depends on all others of its prompt.
 
-So nothing is cached, nothing is cut into chunks, and a step's tokens are the most that a prompt may have.
+So nothing is cached, prompts are not split into chunks, and a step's tokens limit the length of a prompt.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from engine.eight_bit_kv.settings import KvDtypeSettings
 from engine.models.config import ModelConfig
 from engine.request import Request
 
-MAX_STEP_TOKENS = 8192  # that a long context raises a step's tokens to; more only where it is asked for
+MAX_STEP_TOKENS = 8192  # limit up to which a long context raises a step's tokens; more only on request
 
 
 def for_whole_prompts(config: EngineConfig, model: ModelConfig, asked_tokens: int) -> EngineConfig:
-    """The settings of such an engine. Raises ConfigError, UnsupportedModelError.
+    """Return the settings of such an engine. Raises ConfigError, UnsupportedModelError.
 
-    config: resolved for the device. asked_tokens: --max-num-batched-tokens as it was given; 0: it was not.
+    config: resolved for the device. asked_tokens: --max-num-batched-tokens as given; 0: not given.
     """
     if model.latent is not None:
         raise UnsupportedModelError("latent attention to later tokens (is_causal: false) is not supported")
@@ -30,7 +30,7 @@ def for_whole_prompts(config: EngineConfig, model: ModelConfig, asked_tokens: in
     num_tokens = config.max_num_batched_tokens
     if not asked_tokens:
         num_tokens = max(num_tokens, min(context - 1, MAX_STEP_TOKENS))
-    longest = num_tokens + 1  # with the token that comes with a vector
+    longest = num_tokens + 1  # with the token that is sampled along with a vector
     if config.max_model_len > longest:
         raise ConfigError(
             f"--max-model-len {config.max_model_len}: {model.architecture} attends to later tokens, so that a prompt "

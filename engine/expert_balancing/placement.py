@@ -33,6 +33,7 @@ def first_placement(num_experts: int, num_ranks: int, num_redundant: int = 0) ->
 
 def balanced_placement(loads: Sequence[float], num_ranks: int, num_redundant: int = 0) -> Slots:
     """Return a placement for loads[expert], the tokens that chose it. num_redundant: slots beyond one per expert.
+
     Without redundant slots it is never worse for these loads than the plain one. Raises ConfigError.
     """
     num_slots = len(loads) + num_redundant
@@ -129,8 +130,7 @@ def _pack(weights: Sequence[float], counts: Sequence[int], num_ranks: int) -> Sl
 
 
 def _make_room(held: list[set[int]], expert: int, free: int, weights: Sequence[float]) -> None:
-    """Place an expert that all ranks with free slots have: swap it with one of a full rank, which goes to rank
-    `free`.
+    """Place an expert that all ranks with free slots have: it takes the place of one that moves to rank `free`.
 
     There is always one to move: a full rank has more experts than `free`, and lacks this one.
     """

@@ -1,1 +1,1 @@
-"""Models in GGUF files: their config, and their weights, dequantized or as 4-bit groups."""
+"""Models in GGUF files: their config, and their weights, dequantized or in blocks of few bits."""

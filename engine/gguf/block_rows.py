@@ -1,18 +1,18 @@
-"""Weights of 2 to 6 bits of GGUF files: blocks of Q4_0, Q4_1 and Q2_K to Q6_K as they are.
+"""GGUF weights of 2 to 6 bits: blocks of Q4_0, Q4_1 and Q2_K to Q6_K, without requantization.
 
 A block of Q4_0 or Q4_1 is 32 weights of one row. Q4_0: float16 d, then 16 bytes of values; w = d (value - 8). Q4_1:
 float16 d and m, then the values; w = d value + m. Byte i holds value i in its low half and value i + 16 in its high
-half. A superblock of Q4_K is 8 groups of 32: float16 d and dmin, 12 bytes with 6 bits of a scale s and of a minimum
-m for each group, then 32 bytes for each two groups, the first in the low halves; w = d s value - dmin m. One of
-Q5_K has 32 more bytes before those, whose bit g is the fifth of group g. A superblock of Q6_K is 16 groups of 16:
-128 bytes of low halves, of 64 values each in 32 bytes, 64 bytes of two high bits, the scales s, int8, and float16
-d; w = d s (value - 32).
+half. A superblock of Q4_K is 8 groups of 32: float16 d and dmin, 12 bytes with 6 bits of a scale s and of a minimum m
+for each group, then 32 bytes for every two groups, the first in the low halves; w = d s value - dmin m. Q5_K has 32
+more bytes before the values, of which bit g is the fifth bit of group g. A superblock of Q6_K is 16 groups of 16: 128
+bytes of low halves, of 64 values in every 32 bytes, 64 bytes of two high bits, the int8 scales s, and float16 d; w =
+d s (value - 32).
 
-Superblocks of Q2_K and Q3_K are 16 groups of 16, too. 64 bytes have two bits of each value: bits 2 i and up of the
-first 32 are of values 32 i to 32 i + 31, and so for the second half. Q2_K: 16 bytes with a scale s in their low and
-a minimum m in their high half, the values, float16 d and dmin; w = d s value - dmin m. Q3_K: 32 bytes before the
-values, whose bit i is the third of values 32 i to 32 i + 31, and after them the scales, 6 bits each, in 12 bytes,
-and d; w = d (s - 32) (value - 4).
+Superblocks of Q2_K and Q3_K are 16 groups of 16, too. 64 bytes hold two bits of each value: bits 2 i and 2 i + 1 of
+the first 32 bytes are of values 32 i to 32 i + 31, and so on for the second half. Q2_K: 16 bytes with a scale s in
+the low and a minimum m in the high half, the values, float16 d and dmin; w = d s value - dmin m. Q3_K: 32 bytes
+before the values, of which bit i is the third bit of values 32 i to 32 i + 31, and after the values 12 bytes of 6-bit
+scales, and d; w = d (s - 32) (value - 4).
 
 Scales and offsets are rounded to bfloat16 (`engine/quantization/int4.py`). This moves weights of Q4_0 and Q4_1 by at
 most a few hundredths of a step, and those of Q4_K by 0.2% (rms, Qwen2.5-Coder-0.5B and Gemma-3-270M in Q4_K_M), where
@@ -33,7 +33,7 @@ BITS = {Q4_0: 4, Q4_1: 4, Q2_K: 2, Q3_K: 3, Q4_K: 4, Q5_K: 5, Q6_K: 6}
 
 
 def block_rows(raw: Tensor, type_id: int) -> QuantizedRows:
-    """raw: uint8 (rows, blocks * block bytes) of a tensor of one of these types."""
+    """Make rows of a tensor's bytes. raw: uint8 (rows, blocks * block bytes), of one of these types."""
     blocks, bits = raw.view(raw.shape[0], -1, BLOCK_BYTES[type_id]), BITS[type_id]
     if type_id in OF_16:
         return OF_16[type_id](blocks)
@@ -50,9 +50,9 @@ def block_rows(raw: Tensor, type_id: int) -> QuantizedRows:
 
 
 def _superblocks(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values of Q4_K or Q5_K, and scales and minima, each (rows, groups)."""
+    """Return values of Q4_K or Q5_K, and scales and minima, each (rows, groups)."""
     halves = _float16(blocks[..., :4])
-    a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]  # c: low bits of the last four groups
+    a, b, c = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]  # c: the low bits of the last four groups
     scales = torch.cat([a & 63, c & 15 | a >> 6 << 4], dim=-1)
     minima = torch.cat([b & 63, c >> 4 | b >> 6 << 4], dim=-1)
     values = _bits_of_runs(blocks[..., -128:], 32, 4)
@@ -82,7 +82,7 @@ def _q2_rows(blocks: Tensor) -> QuantizedRows:
     )
 
 
-OF_16 = {Q2_K: _q2_rows, Q3_K: _q3_rows, Q6_K: _q6_rows}  # blocks whose groups have 16 columns
+OF_16 = {Q2_K: _q2_rows, Q3_K: _q3_rows, Q6_K: _q6_rows}  # blocks with groups of 16 columns
 
 
 def _rows_of_16(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: int) -> QuantizedRows:
@@ -91,12 +91,12 @@ def _rows_of_16(values: Tensor, scales: Tensor, offsets: Tensor | None, bits: in
 
 
 def _bits_of_runs(packed: Tensor, length: int, width: int) -> Tensor:
-    """`_bits` of so many bytes after the other."""
+    """Apply `_bits` to consecutive runs of `length` bytes."""
     return _bits(packed.reshape(*packed.shape[:-1], -1, length), width).flatten(-2)
 
 
 def _bits(packed: Tensor, width: int) -> Tensor:
-    """The lowest `width` bits of all bytes, then the next ones."""
+    """Return the lowest `width` bits of all bytes, then the next `width` bits, and so on."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
     return (packed[..., None, :] >> shifts & (1 << width) - 1).flatten(-2)
 

@@ -1,4 +1,4 @@
-"""Opening of GGUF files, and which weights a CPU computes in their blocks: of files, experts in MXFP4, plain ones."""
+"""Opens GGUF files, and chooses which weights a CPU computes in blocks: those of files, MXFP4 experts, plain ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def open_gguf(
 def block_conversion(
     weights: WeightSource, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> Conversion | None:
-    """None where another is to be chosen: for other settings, weights of other types, a machine without the code."""
+    """Return the conversion to blocks; None for other settings, weights of other types, or a CPU without kernels."""
     if config.quant_mode != "auto" or device.type != "cpu" or dtype != torch.bfloat16:
         return None
     made: Conversion | None = None
@@ -55,9 +55,9 @@ def block_conversion(
         made = PackedConversion(weights, dtype)
     elif isinstance(weights, Mxfp4Source):
         made = PackedConversion(CheckpointBlocks(weights), dtype)
-    elif _is_plain(weights) and config.tp == 1:  # ranks keep bfloat16
+    elif _is_plain(weights) and config.tp == 1:  # with several ranks weights stay bfloat16
         made = QuantizedConversion(BlockLinears.label, BlockLinears(dtype), plain_mode="int8-weight", dtype=dtype)
-    if made is None or library() is None:  # asked last: the first time it compiles
+    if made is None or library() is None:  # last, since the first call compiles
         return None
     return made
 

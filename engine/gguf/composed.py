@@ -1,11 +1,11 @@
-"""Weights that a GGUF file holds as several tensors, or transposed.
+"""Weights that a GGUF file stores as several tensors, or transposed.
 
     kv_b of latent attention    attn_k_b (heads, rank, nope) and attn_v_b (heads, v, rank), in files of 2025 and later
-    gate_up of gpt-oss          ffn_gate_exps and ffn_up_exps (experts, inner, hidden), whose rows take turns
+    gate_up of gpt-oss          ffn_gate_exps and ffn_up_exps (experts, inner, hidden), whose rows alternate
     their biases                ffn_gate_exps and ffn_up_exps (experts, inner)
     down of gpt-oss             ffn_down_exps (experts, hidden, inner)
 
-All are made item by item, of a head or an expert, so that a part of the weight needs that part of the file alone.
+Each is composed item by item, per head or expert, so that a part of the weight reads only its part of the file.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from engine.layers.weights import Part
 from engine.loader.checkpoint import Shape
 
 ReadRows = Callable[[str, range], Tensor]
-"""(tensor, rows of it, all leading dimensions counted) -> float32 (rows, last dimension)."""
+"""(tensor, range of its rows, with all leading dimensions flattened) -> float32 (rows, last dimension)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """stored: names within a layer, whose first dimension is that of items.
+    """How a weight is composed. stored: names within a layer, whose first dimension is that of items.
 
-    shape: of the weight, from theirs; None where they do not fit together. make: (rows, last dimension) of each, one
-    item's -> rows of the weight.
+    shape: the weight's shape from theirs; None if they do not fit together. make: from one item's tensors (rows, last
+    dimension) to rows of the weight.
     """
 
     weight: str
@@ -41,7 +41,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A weight of `shape`, made of the tensors `stored`, whose items have `rows` rows each."""
+    """A weight of `shape` composed of the tensors `stored`, whose items have `rows` rows each."""
 
     stored: tuple[str, ...]
     rows: tuple[int, ...]
@@ -50,7 +50,7 @@ class Composed:
     make: Callable[..., Tensor]
 
     def read(self, read_rows: ReadRows, part: Part, dtype: torch.dtype) -> Tensor:
-        """A part of the weight."""
+        """Read a part of the weight."""
         size = self.shape[0] // self.num_items
         items = range(part[0].start // size, -(-part[0].stop // size))
         made = [self.make(*self._of_item(read_rows, item)).to(dtype) for item in items]
@@ -67,7 +67,7 @@ class Composed:
 
 
 def composed_weights(tensors: Mapping[str, GgufTensor], architecture: str) -> dict[str, Composed]:
-    """Weights by Hugging Face names, of the tensors that are there with all others that they need."""
+    """Return composed weights by Hugging Face names, for tensors that are stored with all others that they need."""
     found = {}
     for recipe in _RECIPES.get(architecture, ()):
         first = re.compile(rf"(blk\.(\d+)\.){re.escape(recipe.stored[0])}")

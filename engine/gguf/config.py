@@ -28,7 +28,7 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
     num_heads, hidden_size = int(get("attention.head_count")), int(get("embedding_length"))
     head_dim = int(get("attention.key_length", hidden_size // num_heads))
     rotated = int(get("rope.dimension_count", head_dim))
-    if arch == "deepseek2":  # whose family has sizes of its own
+    if arch == "deepseek2":  # its family has its own sizes
         rotated = head_dim
     elif int(get("attention.value_length", head_dim)) != head_dim or (rotated != head_dim and arch != "phi3"):
         raise UnsupportedModelError("keys, values and rotary embedding of different widths are not supported")
@@ -56,7 +56,7 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: str, has_output_
 
 
 def adapted_config(file: GgufFile, family: ModelFamily) -> ModelConfig:
-    """The family's config of a file. Raises ConfigError and UnsupportedModelError."""
+    """Return the family's config of a file. Raises ConfigError and UnsupportedModelError."""
     has_output_weight = OUTPUT_WEIGHT in file.tensors
     config = config_from_gguf(file.metadata, family.architecture, has_output_weight)
     rope = with_factors(config.rope, file, str(file.metadata["general.architecture"]))

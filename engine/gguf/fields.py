@@ -1,6 +1,6 @@
-"""What a family reads from `config.json` beyond the common fields, from GGUF metadata.
+"""Fields that a family reads from `config.json` beyond the common ones, from GGUF metadata.
 
-llama.cpp leaves some of it to its code for an architecture; so does this module.
+llama.cpp hard-codes some of them for an architecture; so does this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from common.errors import ConfigError, UnsupportedModelError
 from engine.models.families import ModelFamily
 from engine.models.registry import FAMILIES, listed
 
-SIGMOID = 2  # llama.cpp's number of a gating function; files without one mean softmax
+SIGMOID = 2  # llama.cpp's number of this gating function; files without a number mean softmax
 SIGMOID_DEEPSEEK = "deepseek2 with sigmoid scores"
 GEMMA3_27B_LAYERS = 62  # the one size of Gemma-3 whose queries are not scaled by the width of a head
 ARCHITECTURES = {  # Mistral's files call themselves `llama`
@@ -48,7 +48,7 @@ def gguf_name(metadata: Mapping[str, Any]) -> str:
 
 
 def family_fields(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[str, Any]:
-    """The fields under their names in `config.json`; none for families that need none. Raises ConfigError."""
+    """Return the fields under their names in `config.json`, if the family needs any. Raises ConfigError."""
     name = gguf_name(metadata)
     if name == "gemma3":
         return _gemma3(metadata, has_output_weight)
@@ -91,9 +91,9 @@ def _gemma3(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[str, A
         "final_logit_softcapping": metadata.get("gemma3.final_logit_softcapping"),
     }
     pattern = metadata.get("gemma3.attention.sliding_window_pattern")
-    if isinstance(pattern, int):  # one layer in so many has no window
+    if isinstance(pattern, int):  # one layer in this many has no window
         fields["sliding_window_pattern"] = pattern
-    elif pattern is not None:  # for each layer, whether it has a window
+    elif pattern is not None:  # whether each layer has a window
         fields["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
     heads, hidden = (_positive(metadata, f"gemma3.{key}") for key in ("attention.head_count", "embedding_length"))
     scalar = hidden // heads
@@ -103,9 +103,10 @@ def _gemma3(metadata: Mapping[str, Any], has_output_weight: bool) -> dict[str, A
 
 
 def _deepseek(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Newer files tell the size of latents as that of heads, and that of heads beside it (`_mla`).
+    """Return DeepSeek's fields. Newer files store the latents' sizes as head sizes, and the heads' with the suffix
+    `_mla`.
 
-    Files without groups of experts choose among all of them, as llama.cpp does, even where the model has groups.
+    Files without groups of experts choose among all of them, as in llama.cpp, even if the model has groups.
     """
 
     def get(key: str, default: Any = None) -> Any:

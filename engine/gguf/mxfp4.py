@@ -1,7 +1,7 @@
-"""Experts of gpt-oss in MXFP4: a GGUF file's blocks as a checkpoint's for GPUs, a checkpoint's as a file's for CPUs.
+"""MXFP4 experts of gpt-oss: a GGUF file's blocks in a checkpoint's layout for GPUs, and the reverse for CPUs.
 
-A block is 32 weights of one row, in 17 bytes: the exponent, then byte i holds value i in its low half and value
-i + 16 in its high half. A checkpoint's byte i holds values 2 i and 2 i + 1. Numbers and exponents are the same.
+A GGUF block is 32 weights of one row in 17 bytes: the exponent, then byte i holds value i in its low half and value i
++ 16 in its high half. A checkpoint's byte i holds values 2 i and 2 i + 1. Numbers and exponents are the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kernels.gguf.linear import BLOCK_COLUMNS, Blocks
 
 MXFP4 = 39  # ggml's type number
 BLOCK_BYTES = 17
-GATE_UP = "gate_up_proj"  # ends the name of a checkpoint's stacked weight
+GATE_UP = "gate_up_proj"  # suffix of a checkpoint's stacked weight
 
 
 def weights_of(
     file: GgufFile, config: ModelConfig, permuted: bool, dtype: torch.dtype, device: torch.device
 ) -> GgufWeights | GgufMxfp4Weights:
-    """The weights of a file, whose experts may be MXFP4."""
+    """Return the weights of a file, whose experts may be MXFP4."""
     weights = GgufWeights(file, config, permuted, dtype, device)
     mxfp4 = {
         name: composed.stored
@@ -37,7 +37,7 @@ def weights_of(
 
 
 class GgufMxfp4Weights(Mxfp4Source):
-    """packed: the tensors of MXFP4 blocks that weights are made of, gate and up or down (experts, rows, columns)."""
+    """packed: the tensors of MXFP4 blocks of each stacked weight, gate and up or down (experts, rows, columns)."""
 
     def __init__(
         self, file: GgufFile, weights: GgufWeights, packed: dict[str, tuple[str, ...]], device: torch.device
@@ -46,7 +46,7 @@ class GgufMxfp4Weights(Mxfp4Source):
 
     @property
     def of_file(self) -> GgufWeights:
-        """Return the weights as other files have them: dequantized, or in the file's own blocks."""
+        """The weights as for other files: dequantized, or in the file's blocks."""
         return self._weights
 
     @property
@@ -61,7 +61,7 @@ class GgufMxfp4Weights(Mxfp4Source):
         return self._weights.take_part(name, part)
 
     def read(self, name: str, experts: range, rows: range, groups: range) -> tuple[Tensor, Tensor]:
-        """See Mxfp4Source. Rows of gate and up take turns."""
+        """See Mxfp4Source. Rows of gate and up alternate."""
         found = [self._of_expert(self._packed[name], expert)[rows.start : rows.stop] for expert in experts]
         blocks = torch.stack(found)[:, :, groups.start : groups.stop].to(self._device)
         halves = blocks[..., 1:]
@@ -69,7 +69,7 @@ class GgufMxfp4Weights(Mxfp4Source):
         return values[..., ::2] | (values[..., 1::2] << 4), blocks[..., 0].contiguous()
 
     def _of_expert(self, stored: tuple[str, ...], expert: int) -> Tensor:
-        """uint8 (rows, groups, 17)."""
+        """Read an expert's blocks, uint8 (rows, groups, 17)."""
         num_rows = self._file.tensors[stored[0]].shape[1]
         rows = range(expert * num_rows, (expert + 1) * num_rows)
         turns = torch.stack([self._file.read_bytes(name, rows) for name in stored], dim=1)
@@ -77,7 +77,7 @@ class GgufMxfp4Weights(Mxfp4Source):
 
 
 class CheckpointBlocks:
-    """A checkpoint's weights for `PackedConversion`: its experts as a file holds them, copied, and plain others."""
+    """A checkpoint's weights for `PackedConversion`: MXFP4 experts, copied to GGUF's layout, and plain ones."""
 
     label = "mxfp4"
 
@@ -92,11 +92,11 @@ class CheckpointBlocks:
         return False
 
     def has_expert_blocks(self, name: str, num_columns: int) -> bool:
-        """Whether `expert_blocks` gives experts of the stacked weight, of so many columns."""
+        """Whether `expert_blocks` returns experts of the stacked weight with `num_columns` columns."""
         return self._source.is_packed(name) and num_columns % BLOCK_COLUMNS[MXFP4] == 0
 
     def expert_blocks(self, name: str, expert: int, columns: range, rows: range) -> list[Blocks]:
-        """Outputs `rows` of an expert, of its inputs `columns`: the gate's and up's, which take turns, one by one."""
+        """Return an expert's outputs `rows` for its inputs `columns`, with alternating gate and up separated."""
         size, num_turns = BLOCK_COLUMNS[MXFP4], 2 if name.endswith(GATE_UP) else 1
         groups = range(columns.start // size, columns.stop // size)
         blocks, exponents = (part[0] for part in self._source.read(name, range(expert, expert + 1), rows, groups))
@@ -106,7 +106,7 @@ class CheckpointBlocks:
         return [Blocks(packed[turn::num_turns].contiguous(), MXFP4) for turn in range(num_turns)]
 
     def blocks(self, name: str, part: Part | None = None) -> None:
-        """Return None: only stacked weights are blocks."""
+        """Return None, since only stacked weights are in blocks."""
 
     def take_part(self, name: str, part: Part) -> Tensor:
         """See PartSource."""

@@ -1,7 +1,7 @@
-"""Where a GGUF file holds the weights that a model asks for by Hugging Face names.
+"""Maps a GGUF file's tensors to the Hugging Face names of weights.
 
-Experts lie in one tensor, one after the other; Phi-3's q, k and v too, and its gate and up. Each such weight is rows
-of what is stored.
+All experts are one tensor; so are Phi-3's q, k and v, and its gate and up. Each such weight is some rows of the
+stored tensor.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A weight of `shape` as rows of the tensor `stored`, all of whose leading dimensions count as rows."""
+    """A weight of `shape` as rows of the tensor `stored`, with all leading dimensions flattened."""
 
     stored: str
     first: int
@@ -109,7 +109,7 @@ class Located:
 
 
 def locate(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, Located]]:
-    """The weights in a tensor; an unknown name stays as it is and will be reported as unexpected."""
+    """Yield the weights in a tensor; an unknown name is kept, and will be reported as unexpected."""
     match = _LAYER_PATTERN.fullmatch(name)
     names = {**_LAYER_NAMES, **_NAMES_OF.get(config.architecture, {})}
     experts = _EXPERTS_OF.get(config.architecture, {})
@@ -133,7 +133,7 @@ def locate(name: str, shape: Shape, config: ModelConfig) -> Iterator[tuple[str, 
             first += size
     elif f"{module}.{kind}" in _WHOLE_NAMES:
         yield f"{layer}.{_WHOLE_NAMES[f'{module}.{kind}']}", Located(name, 0, shape)
-    elif module == "ffn_gate_inp_shexp":  # one output, whose dimension files leave out
+    elif module == "ffn_gate_inp_shexp":  # files leave out the dimension of its one output
         yield f"{layer}.{names[module]}.{kind}", Located(name, 0, (1, shape[-1]))
     else:
         yield (f"{layer}.{names[module]}.{kind}" if module in names else name), Located(name, 0, shape)

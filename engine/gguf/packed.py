@@ -1,11 +1,11 @@
-"""Linear layers over blocks as GGUF files hold them: on CPUs that `kernels/gguf` has code for.
+"""Linear layers over blocks in the layout of GGUF files, on CPUs with code in `kernels/gguf`.
 
-    generated tokens   weights as they are, x quantized to int16
+    generated tokens   block weights, x quantized to int16
     prompts            weights dequantized (to bfloat16, with AVX2 to float32), a few rows at a time
-    logits             as generated tokens, from and to float32
+    logits             as for generated tokens, from and to float32
 
 Both GEMMs are batch invariant. Weights of a GGUF file stay in the mapped file: all workers of a host share them, and
-loading reads none of them. A checkpoint's MXFP4 experts are copied into such blocks.
+loading does not read them. A checkpoint's MXFP4 experts are copied into such blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kernels.gguf.linear import BlockWeight, max_integer_rows
 
 
 class BlockGemm:
-    """A GEMM of `Linear`, see `BlockWeight.linear`. y is of the dtype of x."""
+    """A GEMM of `Linear`, see `BlockWeight.linear`. y has the dtype of x."""
 
     def __init__(self, weight: BlockWeight, in_integers: bool) -> None:
         self.weight, self.in_integers = weight, in_integers
@@ -40,7 +40,7 @@ class BlockGemm:
 
     @staticmethod
     def together(experts: Mapping[int, tuple[Linear, Linear]], alpha: float, limit: float) -> BlockExperts | None:
-        """All experts in one call, for few tokens; None unless each of them computes in integers.
+        """Return a function of all experts at once for few tokens; None unless all of them compute in integers.
 
         alpha, limit: see `silu_mul`.
         """
@@ -63,7 +63,7 @@ def _block_layer(layer: Linear) -> tuple[BlockWeight, Tensor | None]:
 
 
 def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Linear:
-    """Return the layer over a packed weight. max_rows: of x that compute in integers, where the type can; 0: all."""
+    """Return the layer of a packed weight. max_rows: of x for integer GEMMs, if the type has any; 0: all."""
 
     def form(in_integers: bool) -> Linear:
         gemm = BlockGemm(weight, in_integers)
@@ -76,13 +76,13 @@ def block_linear(weight: BlockWeight, bias: Tensor | None, max_rows: int) -> Lin
 
 
 class PackedConversion(Conversion):
-    """See Conversion. Layers become int8 that are not stored in blocks, or that ranks divide within one."""
+    """See Conversion. Layers that are not in blocks, or that ranks cut within a block, become int8."""
 
     def __init__(self, weights: GgufWeights | CheckpointBlocks, dtype: torch.dtype) -> None:
         super().__init__(weights.label)
         self._weights, self._others = weights, CpuLinears(dtype)
         self._names: frozenset[str] = frozenset()
-        self._stacked: frozenset[str] = frozenset()  # names of weights of which experts are cut out
+        self._stacked: frozenset[str] = frozenset()  # stacked weights that experts are cut out of
         self._parts: Mapping[str, Part] = {}
         self._on_read: Callable[[str], None] = lambda _name: None
 
@@ -91,7 +91,7 @@ class PackedConversion(Conversion):
         return False
 
     def keep(self, skeleton: Model) -> frozenset[str]:
-        """See Conversion. The embedding gets its storage, even if the output projection is the same tensor."""
+        """See Conversion. A tied embedding gets its storage, too."""
         layers = [ref.layer for ref in skeleton.linears()]
         packed = (layer.names for layer in layers if layer.names and all(map(self._weights.has_blocks, layer.names)))
         self._stacked = frozenset(
@@ -122,7 +122,7 @@ class PackedConversion(Conversion):
             self._convert(ref, max_integer_rows())
 
     def _convert_stacked(self, block: Moe) -> None:
-        """Give experts that are cut out of stacked weights their layers."""
+        """Make the layers of experts that are cut out of stacked weights."""
         read = set()
         for slot, expert in block.experts.items():
             for attribute in ("gate_up", "down"):
@@ -156,6 +156,6 @@ class PackedConversion(Conversion):
             self._on_read(name)
 
     def _read(self, linear: Linear) -> Tensor:
-        """The rank's part of a layer that is cut within blocks."""
+        """Read the rank's part of a layer that is cut within blocks."""
         shapes = {name: tuple(map(range, self._weights.shapes[name])) for name in linear.names}
         return torch.cat([self._weights.take_part(name, self._parts.get(name, shapes[name])) for name in shapes])

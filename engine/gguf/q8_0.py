@@ -1,7 +1,7 @@
-"""Plain weights of a checkpoint as blocks of Q8_0, for CPUs: 32 columns share a scale, in 34 bytes.
+"""Plain weights of a checkpoint as Q8_0 blocks, for CPUs: 32 columns share a scale, in 34 bytes.
 
-torch's int8 GEMM has a scale per row, and is slow from 5 rows of x on, so that its layers hold a dense copy, too: 3
-bytes of a weight. `kernels/gguf` reads blocks for any number of rows.
+torch's int8 GEMM has a scale per row and is slow from 5 rows of x on, so its layers also keep a dense copy: 3 bytes
+per weight. `kernels/gguf` reads blocks for any number of rows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight, max_integer_
 
 Q8_0 = 8  # ggml's type number
 SIZE = BLOCK_COLUMNS[Q8_0]
-BLOCK_BYTES = 2 + SIZE  # a float16 and as many int8
+BLOCK_BYTES = 2 + SIZE  # a float16 and SIZE int8
 
 
 class BlockLinears(CpuLinears):
-    """See CpuLinears. Plain layers become blocks, where their columns fill them."""
+    """See CpuLinears. Plain layers become blocks if their columns fill them."""
 
-    label = "q8_0"  # the quant mode that users see
+    label = "q8_0"  # the quantization mode that users see
 
     def of_plain(self, linear: Linear, quant_mode: str = "int8-weight", is_head: bool = False) -> Linear:
         """See CpuLinears."""
@@ -34,7 +34,7 @@ class BlockLinears(CpuLinears):
 
 
 def quantize_q8_0(weight: Tensor) -> Tensor:
-    """uint8 (rows, bytes of a row) of (rows, columns): a block's largest number is 127 times its scale."""
+    """Quantize (rows, columns) to uint8 (rows, bytes of a row): a block's largest magnitude becomes 127."""
     blocks = torch.empty(len(weight), weight.shape[1] // SIZE, BLOCK_BYTES, dtype=torch.uint8)
     step = max(NUMBERS_AT_ONCE // weight.shape[1], 1)
     for first in range(0, len(weight), step):

@@ -1,4 +1,4 @@
-"""Rotary embedding as GGUF metadata and tensors describe it."""
+"""Rotary embedding from GGUF metadata and tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.rope_scaling.scaling import Kind, Scaling
 
 
 def rope_from_gguf(metadata: Mapping[str, Any], arch: str) -> RopeConfig:
-    """As the metadata tell. Raises UnsupportedModelError."""
+    """Read the rotary embedding's config from metadata. Raises UnsupportedModelError."""
     scaling = f"{arch}.rope.scaling"
     kind, theta = metadata.get(f"{scaling}.type", "none"), float(metadata.get(f"{arch}.rope.freq_base", 10000.0))
     if kind not in ("none", "linear", "yarn"):
@@ -27,16 +27,16 @@ def rope_from_gguf(metadata: Mapping[str, Any], arch: str) -> RopeConfig:
         original_max_position=_trained_context(metadata, arch),
         beta_fast=float(metadata.get(f"{scaling}.yarn_beta_fast") or 32.0),
         beta_slow=float(metadata.get(f"{scaling}.yarn_beta_slow") or 1.0),
-        truncate=arch != "gpt-oss",  # files do not tell
+        truncate=arch != "gpt-oss",  # not in files
     )
     if kind == "yarn" and f"{scaling}.yarn_log_multiplier" in metadata:
-        # Its only meaning is a scale of scores, see `fields.py`; cosines and sines then have none.
+        # The multiplier only scales scores, see `fields.py`; cosines and sines are not scaled.
         found = replace(found, attention_factor=1.0)
     return RopeConfig(theta, scaling=found)
 
 
 def with_factors(rope: RopeConfig, file: GgufFile, arch: str) -> RopeConfig:
-    """With the factors of each frequency that the file has as tensors, if it has any."""
+    """Add the frequency factors that the file stores as tensors, if any."""
     original = _trained_context(file.metadata, arch)
     if ROPE_LONG in file.tensors and ROPE_SHORT in file.tensors:
         factors, short = (tuple(file.read(name).tolist()) for name in (ROPE_LONG, ROPE_SHORT))

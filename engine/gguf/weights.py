@@ -1,7 +1,7 @@
 """Weights from a GGUF file, dequantized tensor by tensor with the `gguf` package.
 
-Knows that Llama's files hold the rows of q and k in another order, and Gemma's norms with the one they lack
-elsewhere; `engine/gguf/names.py` knows the names.
+Reorders q and k of Llama's files, and subtracts the one that Gemma's files add to norms; `engine/gguf/names.py` maps
+the names.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from engine.quantization.quantized_rows import QuantizedRows
 from kernels.gguf.library import library
 from kernels.gguf.linear import BLOCK_COLUMNS, Blocks, BlockWeight
 
-NUMBERS_AT_ONCE = 1 << 17  # that are dequantized: what is made on the way stays in a cache
+NUMBERS_AT_ONCE = 1 << 17  # numbers dequantized at a time, so that temporaries stay in a cache
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Writing would copy a page, and nobody writes: torch wants arrays that could be written."""
+    """Map a file copy-on-write: torch needs writable arrays, although nothing writes."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _dequantized(raw: Any, quantization: Any) -> Any:
-    """The numbers of a tensor's bytes, in a flat array of float32 that can be written. Raises NotImplementedError."""
+    """Dequantize a tensor's bytes to a flat, writable float32 array. Raises NotImplementedError."""
     from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
-    if raw.dtype != np.uint8:  # plain: views of the file
+    if raw.dtype != np.uint8:  # plain types: views of the file
         return np.array(raw, np.float32).reshape(-1)
     block_size, block_bytes = GGML_QUANT_SIZES[quantization]
     blocks = raw.reshape(-1, block_bytes)
     values = np.empty(len(blocks) * block_size, np.float32)
     step = NUMBERS_AT_ONCE // block_size
-    for first in range(0, len(blocks), step):  # as one row: the library cuts more into groups of 16
+    for first in range(0, len(blocks), step):  # as one row: the library splits more rows into groups of 16
         some = blocks[first : first + step].reshape(1, -1)
         values[first * block_size : (first + step) * block_size] = dequantize(some, quantization)[0]
     return values
 
 
 class GgufFile:
-    """A memory-mapped GGUF file, or the parts of one: metadata, and single tensors in float32."""
+    """A memory-mapped GGUF file, or the parts of a split one: metadata, and single tensors in float32."""
 
     def __init__(self, path: Path) -> None:
         contents = read_gguf(path)
@@ -70,7 +70,7 @@ class GgufFile:
         self._data = {path: _mapped(path) for path in contents.files}
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """Dequantize one tensor to float32, or rows of it. Raises UnsupportedModelError for a type not known."""
+        """Dequantize one tensor, or some of its rows, to float32. Raises UnsupportedModelError for unknown types."""
         tensor = self.tensors[name]
         raw, quantization = self._raw(tensor)
         raw = raw if rows is None else raw[rows.start : rows.stop]
@@ -83,25 +83,25 @@ class GgufFile:
         return torch.from_numpy(values.reshape(tensor.shape if rows is None else (-1, tensor.shape[-1])))
 
     def bits_of(self, name: str) -> int:
-        """Bits of a tensor that `read_packed` takes; 0 of others."""
+        """Return the bits of a tensor that `read_packed` supports, else 0."""
         return BITS.get(self.tensors[name].type_id, 0)
 
     def read_packed(self, name: str, rows: range) -> QuantizedRows:
-        """Rows of a tensor of blocks of few bits, not dequantized."""
+        """Read rows of a tensor in blocks of few bits, without dequantizing."""
         return block_rows(self.read_bytes(name, rows), self.tensors[name].type_id)
 
     def read_bytes(self, name: str, rows: range) -> Tensor:
-        """Rows of a tensor of blocks as the file holds them: uint8 (rows, bytes of a row)."""
+        """Read rows of a tensor in its blocks: uint8 (rows, bytes of a row)."""
         raw, _ = self._raw(self.tensors[name])
         return torch.from_numpy(raw[rows.start : rows.stop].copy())
 
     def blocks(self, name: str, rows: range) -> Blocks:
-        """Rows of a tensor of blocks, in the mapped file."""
+        """Return rows of a tensor in blocks, within the mapped file."""
         raw, _ = self._raw(self.tensors[name])
         return Blocks(torch.from_numpy(raw[rows.start : rows.stop]), self.tensors[name].type_id)
 
     def _raw(self, tensor: GgufTensor) -> tuple[Any, Any]:
-        """The tensor's bytes as the array that `gguf.quants.dequantize` takes, and its type."""
+        """Return the tensor's bytes as `gguf.quants.dequantize` takes them, and its type."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
@@ -126,7 +126,7 @@ class GgufWeights(PartSource):
     kept_bits: see BlockSource.
     """
 
-    label = "gguf"  # the quant mode that users see
+    label = "gguf"  # the quantization mode that users see
 
     def __init__(
         self, file: GgufFile, config: ModelConfig, permuted: bool, dtype: torch.dtype, device: torch.device
@@ -157,18 +157,18 @@ class GgufWeights(PartSource):
 
     @property
     def has_most_in_blocks(self) -> bool:
-        """Most weights of matrices are of types that `kernels/gguf` reads."""
+        """Whether most numbers of matrices are of types that `kernels/gguf` reads."""
         matrices = [tensor for tensor in self._file.tensors.values() if len(tensor.shape) > 1]
         sizes = {tensor.name: math.prod(tensor.shape) for tensor in matrices}
         in_blocks = sum(sizes[tensor.name] for tensor in matrices if tensor.type_id in BLOCK_COLUMNS)
         return in_blocks * 2 > sum(sizes.values())
 
     def has_blocks(self, name: str) -> bool:
-        """Whether `blocks` gives the weight."""
+        """Whether `blocks` supports the weight."""
         return name in self._located and self._file.tensors[self._located[name].stored].type_id in BLOCK_COLUMNS
 
     def has_expert_blocks(self, name: str, num_columns: int) -> bool:
-        """Whether `expert_blocks` gives experts of the stacked weight, of so many columns."""
+        """Whether `expert_blocks` supports the stacked weight with `num_columns` columns."""
         composed = self.composed.get(name)
         if composed is None or len(composed.shape) != 3:
             return False
@@ -176,9 +176,9 @@ class GgufWeights(PartSource):
         return all(size and num_columns % size == 0 for size in sizes)
 
     def expert_blocks(self, name: str, expert: int, columns: range, rows: range) -> list[Blocks]:
-        """Outputs `rows` of an expert of a stacked weight, of its inputs `columns`, as the file holds them.
+        """Return outputs `rows` of an expert of a stacked weight for its inputs `columns`, in the file's blocks.
 
-        Outputs that take turns in the weight, the gate's and up's, are tensors one after the other.
+        Gate and up, whose outputs alternate in the weight, are separate tensors, one after the other.
         """
         composed, found = self.composed[name], []
         for stored, count in zip(composed.stored, composed.rows, strict=True):
@@ -190,9 +190,9 @@ class GgufWeights(PartSource):
         return found
 
     def blocks(self, name: str, part: Part | None = None) -> Blocks | None:
-        """A weight as the file holds it, or a part of it; None for a part that begins or ends within a block.
+        """Return a weight, or a part of it, in the file's blocks; None if the part starts or ends within a block.
 
-        Copied only if its rows are in another order, or end in padding.
+        Copied only if its rows are reordered or end in padding.
         """
         located = self._located[name]
         found = self._file.blocks(located.stored, located.rows)
@@ -218,7 +218,7 @@ class GgufWeights(PartSource):
         return whole.cut_columns(columns).cut_rows(rows).map(lambda tensor: tensor.to(self._device))
 
     def take_part(self, name: str, part: Part) -> Tensor:
-        """See PartSource. The whole tensor is unpacked."""
+        """See PartSource. Dequantizes the whole tensor."""
         dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype
         if name in self.composed:
             return self.composed[name].read(self._file.read, part, dtype).to(self._device).contiguous()
@@ -246,6 +246,6 @@ class GgufWeights(PartSource):
 
 
 def unpermute(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of each head from interleaved order (x0, y0, x1, y1, ...) back to halves (x0, x1, ..., y0, y1, ...)."""
+    """Reorder each head's rows from interleaved (x0, y0, x1, y1, ...) to halves (x0, x1, ..., y0, y1, ...)."""
     half = weight.shape[0] // num_heads // 2
     return weight.view(num_heads, half, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

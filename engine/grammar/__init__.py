@@ -1,1 +1,1 @@
-"""Grammars in a step: matchers of requests, and the masks of the tokens that may come next."""
+"""Grammars in a step: requests' matchers, and the masks of tokens that may come next."""

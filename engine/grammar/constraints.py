@@ -1,4 +1,4 @@
-"""Grammars as constraints of the sampler: `Constraint` says what it asks of them."""
+"""Grammars as constraints of the sampler, see `Constraint`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine.request_states import RequestState
 
 @dataclass(frozen=True, slots=True)
 class FollowGrammar:
-    """Allow only tokens that continue the output as its grammar has it.
+    """Allow only tokens that continue the output according to its grammar.
 
-    The last filter: where the others leave none of these tokens (`min_tokens` of an answer that is complete), they
-    give way. At a limit of the grammar's nothing is allowed, which fails the row, with the reason in its request.
+    This is the last filter. If other filters leave none of its tokens (`min_tokens` of a complete answer), they give
+    way. At a limit of the grammar nothing is allowed, which fails the row, with the reason in its request.
     """
 
     matcher: Future[GrammarMatcher]
@@ -35,7 +35,7 @@ class FollowGrammar:
         compute_masks(found)
 
     def state(self, request: RequestState, position: int) -> Hashable:
-        return object()  # another one for each token, and for drafts at the same position
+        return object()  # differs for every token, and for drafts at the same position
 
     def block(self, blocked: Words, request: RequestState, position: int) -> None:
         try:
@@ -44,7 +44,7 @@ class FollowGrammar:
             request.refusal = str(error)
             blocked.fill(~np.uint32(0))
             return
-        if allowed is None:  # behind a draft that will be refused
+        if allowed is None:  # after a draft that will be rejected
             return
         if (allowed & ~blocked).any():
             blocked |= ~allowed
@@ -57,7 +57,7 @@ def _output(request: RequestState, position: int) -> list[int]:
 
 
 def constraints_over(tokenizer: Callable[[], Tokenizer], vocab_size: int) -> GrammarConstraints:
-    """The constraints of a model with these tokens."""
+    """Return the constraints of a model with this tokenizer."""
     return GrammarConstraints(Grammars(tokenizer, vocab_size))
 
 

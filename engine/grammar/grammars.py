@@ -1,7 +1,7 @@
-"""Which tokens may come next in an answer that follows a grammar, over llguidance.
+"""Computes which tokens may come next in an answer that follows a grammar, with llguidance.
 
-It parses a token in microseconds, and gives up where its limits are reached, for that request alone. Knows one
-model's tokens, no requests and no logits.
+llguidance parses a token in microseconds, and stops at its limits, for that request alone. Knows one model's tokens,
+but neither requests nor logits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.grammar.mask_thread import MaskThread, Task
 from engine.grammar.unique_tokens import TokenTable, UniqueTokens
 from engine.logit_rules.filters import Words
 
-NUM_CACHED = 16  # compiled grammars of an engine; one may have 8,000 states of 1 to 2 kB
-NUM_REPLAYED = 512  # tokens of an answer that goes on elsewhere, at a time: 1 ms of the 2 that each task has
-# Processor time of an answer's masks. Schemas that people wrote take 0.04 ms a token, 0.6 at most.
+NUM_CACHED = 16  # compiled grammars per engine; each may have 8,000 states of 1 to 2 kB
+NUM_REPLAYED = 512  # tokens of an answer from elsewhere, replayed at a time: 1 ms of the 2 that each task has
+# Processor time for an answer's masks. Schemas written by people take 0.04 ms a token, 0.6 at most.
 ANSWER_SECONDS, TOKEN_SECONDS = 0.05, 0.001
 
 
 class GrammarMatcher:
-    """Follows one answer. Tokens that were drafts, or belong to a step that is repeated, are taken back."""
+    """Follows one answer. Takes back tokens that were drafts or belong to a repeated step."""
 
     def __init__(
         self,
@@ -41,21 +41,21 @@ class GrammarMatcher:
         on_error: Callable[[], None],
         unique: UniqueTokens | None = None,
     ) -> None:
-        """on_error: called when a limit is reached: copies share the matcher's automaton, and its end."""
+        """on_error: called at a limit, which also ends all copies, as they share the matcher's automaton."""
         self._unique = unique
         self._matcher = matcher
         self._num_words = num_words
         self._masks = masks
         self._on_error = on_error
         self._consumed: list[int] = []
-        self._seconds = 0.0  # of processor time
+        self._seconds = 0.0  # processor time
         self._error = ""
-        self._ready: dict[int, Words | None] = {}  # by the length of the output before it
+        self._ready: dict[int, Words | None] = {}  # by the length of the output before the mask
 
     def allowed(self, output_token_ids: list[int]) -> Words | None:
-        """Tokens that may follow this output, the end of the sequence where the grammar can end.
+        """Return the tokens that may follow this output, with the end of the sequence where the grammar may end.
 
-        None: the output does not follow the grammar, so that nothing can be said. Raises EngineError at a limit.
+        None: the output does not follow the grammar, so nothing is known. Raises EngineError at a limit.
         """
         if len(output_token_ids) not in self._ready:
             compute_masks([(self, output_token_ids)])
@@ -64,7 +64,7 @@ class GrammarMatcher:
         return self._ready.pop(len(output_token_ids))
 
     def compute(self, output_token_ids: list[int]) -> None:
-        """Make the mask that `allowed` returns, or learn why there is none."""
+        """Compute the mask that `allowed` returns, or the reason why there is none."""
         if self._error:
             return
         began = time.thread_time()
@@ -77,17 +77,17 @@ class GrammarMatcher:
         self._ready[len(output_token_ids)] = words
 
     def replay(self, output_token_ids: list[int]) -> None:
-        """Follow the beginning of an output whose mask is not needed."""
+        """Follow the beginning of an output without computing its mask."""
         if not self._error:
             self._follow(output_token_ids)
 
     def fail(self, error: str) -> None:
-        """Let the answer end with this error."""
+        """End the answer with this error."""
         self._error = self._error or error
         self._on_error()
 
     def _follow(self, output_token_ids: list[int]) -> bool:
-        """Consume what is new of an output, and take back what differs. Whether it follows the grammar."""
+        """Consume an output's new tokens, and roll back those that differ. Returns whether it follows the grammar."""
         num_same = len(self._consumed)
         while self._consumed[:num_same] != output_token_ids[:num_same]:
             num_same -= 1
@@ -111,9 +111,9 @@ class GrammarMatcher:
 
 
 def compute_masks(wanted: Sequence[tuple[GrammarMatcher, list[int]]]) -> None:
-    """Compute the masks that a step needs, of one model's matchers with their outputs, so that `allowed` is at hand.
+    """Compute a step's masks, for matchers of one model and their outputs, so that `allowed` has them.
 
-    An answer whose mask takes too long fails, and the step goes on without it.
+    An answer whose mask takes too long fails, and the step continues without it.
     """
     tasks: list[Task] = []
     for matcher, output in wanted:
@@ -126,9 +126,9 @@ def compute_masks(wanted: Sequence[tuple[GrammarMatcher, list[int]]]) -> None:
 
 
 class Grammars:
-    """Matchers over one model's tokens. The tokenizer is loaded, and grammars are compiled, on a thread of their own.
+    """Matchers over one model's tokens. A separate thread loads the tokenizer and compiles grammars.
 
-    Safe to use from several threads. The first grammar waits for the tokenizer unless `prepare` was called.
+    Thread-safe. The first grammar waits for the tokenizer unless `prepare` was called.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
@@ -136,23 +136,23 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._tokens: LLTokenizer | None = None
-        self._table: TokenTable | None = None  # from the first grammar that needs it on
-        self._known: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()  # that somebody holds
-        self._recent: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the last used one last
+        self._table: TokenTable | None = None  # made for the first grammar that needs it
+        self._known: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()  # grammars in use
+        self._recent: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the most recently used is last
         self._executor: ThreadPoolExecutor | None = None
         self._masks = MaskThread()
         self._lock = threading.Lock()
 
     def prepare(self) -> Future[object]:
-        """Load the tokenizer: 0.5 s for 49,000 tokens, most of it with the interpreter's lock.
+        """Load the tokenizer: 0.5 s for 49,000 tokens, most of it holding the GIL.
 
-        The future has an exception when the model has no tokenizer, which the first grammar raises again.
+        If the model has no tokenizer, the future has an exception, which the first grammar raises again.
         """
         with self._lock:
             return self._thread().submit(self._load_tokens)
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
-        """Compile a grammar, with its first mask. As long as the future is held, `start` finds it."""
+        """Compile a grammar and its first mask. While the future is held, `start` finds it."""
         with self._lock:
             compiled = self._known.get(grammar)
             if compiled is None:
@@ -164,7 +164,7 @@ class Grammars:
             return compiled
 
     def start(self, grammar: str) -> Future[GrammarMatcher]:
-        """Follow a grammar in a new answer. The future raises InvalidRequestError, EngineError."""
+        """Start a matcher for a new answer. The future raises InvalidRequestError, EngineError."""
         started: Future[GrammarMatcher] = Future()
 
         def take(compiled: Future[LLMatcher]) -> None:
@@ -193,7 +193,7 @@ class Grammars:
 
     def _compile(self, grammar: str) -> LLMatcher:
         compiled = LLMatcher(self._load_tokens(), for_llguidance(grammar), log_level=0, limits=LIMITS)
-        compiled.compute_bitmask()  # copies have it
+        compiled.compute_bitmask()  # copies include the mask
         if compiled.is_error():
             raise InvalidRequestError(grammar_error(compiled.get_error()))
         if self._table is None and unique_places(grammar) is not None:
@@ -207,7 +207,7 @@ class Grammars:
 
 
 class _TokenBytes:
-    """Tokens as `TokenizerWrapper` wants them: the bytes that the detokenizer gives, none for ids without a token."""
+    """Tokens for `TokenizerWrapper`: the detokenizer's bytes, empty for ids without a token."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.bos_token_id = tokenizer.bos_id

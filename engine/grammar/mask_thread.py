@@ -1,6 +1,6 @@
-"""A thread that computes a step's masks, and is abandoned with one that takes too long.
+"""A thread that computes a step's masks, and is abandoned together with a mask that takes too long.
 
-Nothing interrupts the library that computes them. Knows callables only.
+The library that computes masks cannot be interrupted. Knows only callables.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from queue import Empty, SimpleQueue
 
 from common.grammar.grammar import TOO_COMPLEX
 
-# Processor time that steps wait for slow masks: a stock, which time refills. Of schemas that people wrote, the
-# slowest mask takes 14 ms, and one in a thousand more than 1.
+# Processor time that steps may wait for slow masks: a budget that refills with time. For schemas written by people
+# the slowest mask takes 14 ms, and one in a thousand more than 1.
 PATIENCE_SECONDS = 0.02
 PATIENCE_PER_SECOND = 0.05
-FREE_SECONDS = 0.002  # of each mask, whatever the others took
+FREE_SECONDS = 0.002  # for each mask, whatever the others took
 
 Task = tuple[Callable[[list[int]], None], Callable[[str], None], list[int]]  # compute, fail, the output so far
 
 
 class MaskThread:
-    """Runs tasks in their order on one thread; several callers, one at a time."""
+    """Runs tasks in order on one thread. Several callers may use it, one at a time."""
 
     def __init__(self) -> None:
         self._runner: _Runner | None = None
         self._patience = PATIENCE_SECONDS
-        self._refilled = 0.0  # when
+        self._refilled = 0.0  # time of the last refill
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Return when every task has been computed, or has been told that it failed."""
+        """Run all tasks. Returns when each has been computed or told that it failed."""
         now = time.monotonic()
         self._patience = min(PATIENCE_SECONDS, self._patience + (now - self._refilled) * PATIENCE_PER_SECOND)
         self._refilled = now
@@ -41,7 +41,7 @@ class MaskThread:
             first += self._run_on(self._runner, tasks[first:])
 
     def _run_on(self, runner: _Runner, tasks: Sequence[Task]) -> int:
-        """Run the tasks up to one that takes too long; how many have been dealt with."""
+        """Run the tasks up to one that takes too long. Returns how many are done."""
         done = runner.submit(tasks, self._patience)
         while True:
             limit = runner.limit
@@ -60,21 +60,21 @@ class MaskThread:
 
 
 class _Runner:
-    """The thread. Abandoned, it ends with the task that it has."""
+    """The thread. If abandoned, it ends after its current task."""
 
     def __init__(self) -> None:
-        self.overspent = 0.0  # beyond FREE_SECONDS, by the tasks of this batch that have ended
+        self.overspent = 0.0  # beyond FREE_SECONDS, by this batch's finished tasks
         self._patience = 0.0
         self._inbox: SimpleQueue[tuple[Sequence[Task], SimpleQueue[None]]] = SimpleQueue()
         self._lock = threading.Lock()
-        self._index = -1  # of the task in progress
-        self._began = 0.0  # processor time of the thread then
+        self._index = -1  # of the current task
+        self._began = 0.0  # the thread's processor time at its start
         self._is_left = False
         self._thread = threading.Thread(target=self._loop, name="grammar-masks", daemon=True)
         self._thread.start()
 
     def submit(self, tasks: Sequence[Task], patience: float) -> SimpleQueue[None]:
-        """Start the tasks. The queue that is returned gets one item when all have ended."""
+        """Start the tasks. The returned queue gets one item when all have ended."""
         done: SimpleQueue[None] = SimpleQueue()
         self.overspent, self._patience = 0.0, patience
         self._inbox.put((tasks, done))
@@ -82,11 +82,11 @@ class _Runner:
 
     @property
     def limit(self) -> float:
-        """Processor time that the task in progress may take."""
+        """Processor time that the current task may take."""
         return max(self._patience - self.overspent, FREE_SECONDS)
 
     def progress(self) -> tuple[int, float]:
-        """The task in progress, or -1, and its processor time so far. One that gets no core takes none."""
+        """Return the current task, or -1, and its processor time so far, which does not grow while it has no core."""
         with self._lock:
             if self._index < 0 or self._thread.ident is None:
                 return -1, 0.0
@@ -94,7 +94,7 @@ class _Runner:
             return self._index, now - self._began
 
     def leave(self, index: int) -> bool:
-        """Let the thread end with this task; false when the task has ended by now."""
+        """Abandon the thread after this task; returns False if the task has ended."""
         with self._lock:
             self._is_left = self._index == index
             return self._is_left
@@ -116,7 +116,7 @@ class _Runner:
                     if self._is_left:
                         return
                 seconds = ended - self._began
-                if seconds > self.limit:  # it ended before the caller looked
+                if seconds > self.limit:  # it ended before the caller checked
                     fail(_too_slow(self.limit))
                 self.overspent += max(0.0, seconds - FREE_SECONDS)
             done.put(None)

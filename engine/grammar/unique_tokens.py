@@ -1,4 +1,4 @@
-"""Tokens that repeat an item of an array of unique items, taken out of masks: `common.grammar.unique_places`."""
+"""Removes tokens from masks that repeat an item of an array of unique items, see `common.grammar.unique_places`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from common.grammar.unique_items import State
 from common.grammar.unique_places import UniquePlaces
 from engine.logit_rules.filters import Words
 
-_SEVERAL = re.compile(rb'\[.*,|,.*[,\]]|".*,.*"|(".*){3}', re.DOTALL)  # more than the end of an item
+_SEVERAL = re.compile(rb'\[.*,|,.*[,\]]|".*,.*"|(".*){3}', re.DOTALL)  # may contain more than the end of an item
 
 
 class TokenTable:
-    """The bytes of a model's tokens, and which of them can end an item."""
+    """The bytes of a model's tokens, and which of them may end an item."""
 
     def __init__(self, tokens: Sequence[bytes], special: tuple[str, ...] = ()) -> None:
-        """special: texts of special tokens, which are not these tokens' bytes."""
+        """special: texts of special tokens, which differ from these tokens' bytes."""
         self.tokens = tokens
         self.special = special
         self.quoting = _words(tokens, lambda token: b'"' in token)
         self.several = _words(tokens, lambda token: _SEVERAL.search(token) is not None)
         self.by_bytes: dict[bytes, list[int]] = {}
-        self.by_head: dict[bytes, list[int]] = {}  # before the quotation mark that ends a text
+        self.by_head: dict[bytes, list[int]] = {}  # by the bytes before the quotation mark that ends a text
         for token_id, token in enumerate(tokens):
             if token:
                 self.by_bytes.setdefault(token, []).append(token_id)
@@ -34,7 +34,7 @@ class TokenTable:
 
 
 class UniqueTokens:
-    """Follows one answer, beside its matcher."""
+    """Follows one answer, together with its matcher."""
 
     def __init__(self, places: UniquePlaces, table: TokenTable) -> None:
         self._places = places
@@ -42,7 +42,7 @@ class UniqueTokens:
         self._states: list[State | None] = [places.first]  # after each number of tokens
 
     def follow(self, num_same: int, output_token_ids: Sequence[int]) -> bool:
-        """Follow an output of which that many tokens are as before; whether its items are unique."""
+        """Follow an output of which `num_same` tokens are unchanged. Returns whether its items are unique."""
         del self._states[num_same + 1 :]
         for token_id in output_token_ids[len(self._states) - 1 :]:
             state = self._states[-1]
@@ -50,7 +50,7 @@ class UniqueTokens:
         return self._states[-1] is not None
 
     def without_repeats(self, words: Words) -> Words:
-        """The mask of tokens that may follow, without those that repeat an item."""
+        """Remove the tokens that repeat an item from the mask."""
         state, table = self._states[-1], self._table
         assert state is not None
         if self._places.is_apart(state):

@@ -1,1 +1,1 @@
-"""What a request wants changed in its logits: masks of tokens, biases and penalties."""
+"""Rules for a request's logits: token masks, biases and penalties."""

@@ -1,4 +1,4 @@
-"""Rows whose logits change (masks, biases, penalties, hooks), sampled anew on the device after their step."""
+"""Rows whose logits change (masks, biases, penalties, hooks), resampled on the device after their step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.runner import LogitsHook
 
 
 class ChangedRows:
-    """The rules of one runner's rows, and the second sample of those that have any."""
+    """The rules of a runner's rows, and the resampling of rows that have any."""
 
     def __init__(
         self,
@@ -34,11 +34,11 @@ class ChangedRows:
         self._columns = LogitsColumns(sampler.max_rows, vocab_size, self._device)
 
     def apply(self, changes: RowChanges) -> None:
-        """Bring rows that changed their owner up to date."""
+        """Update the rules of rows that have another request."""
         self._columns.apply(changes)
 
     def sample(self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, pairs: Sequence[tuple[int, int]]) -> None:
-        """Sample for rows of the batch, (index of their logits, row) each, and correct what was taken."""
+        """Resample rows of the batch, given as (index of its logits, row), and correct their tokens."""
         for first in range(0, len(pairs), MAX_CHANGED_ROWS):
             self._sample_some(token_ids, logits, batch, pairs[first : first + MAX_CHANGED_ROWS])
 

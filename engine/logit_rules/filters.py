@@ -1,4 +1,4 @@
-"""Filters of tokens: which ones a request may not get next, as bits, and the mask that all of its filters make."""
+"""Token filters: which tokens a request may not get next, as bits, and the mask of all its filters."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from numpy.typing import NDArray
 
 from engine.request_states import RequestState
 
-Words = NDArray[np.uint32]  # one bit a token: bit i of word w is token 32 w + i
+Words = NDArray[np.uint32]  # one bit per token: bit i of word w is token 32 w + i
 
 
 class TokenFilter(Protocol):
     """Forbids tokens to one request. `filters_of` lists all kinds.
 
-    A filter that reads the request's tokens needs all of them before `position`: its parameter belongs into
-    `SamplingParams.reads_tokens`, so that a runner waits for them.
+    A filter that reads the request's tokens needs all of them before `position`: add its parameter to
+    `SamplingParams.reads_tokens`, so that the runner waits for them.
     """
 
     def state(self, request: RequestState, position: int) -> Hashable:
-        """What the filter's answer for `position` depends on: while it is the same, so is the answer."""
+        """Return what the filter's answer for `position` depends on; equal states give equal answers."""
         ...
 
     def block(self, blocked: Words, request: RequestState, position: int) -> None:
-        """Set the bits of tokens that may not come at `position`."""
+        """Set the bits of tokens that are not allowed at `position`."""
         ...
 
 
 class Constraint(TokenFilter, Protocol):
-    """The filter of an answer that must have a form, which costs time: computed for all rows of a step at once."""
+    """A filter for answers of a prescribed form, which takes time: computed for all rows of a step at once."""
 
     def prepare(self, wanted: Sequence[tuple[RequestState, int]]) -> None:
-        """Compute what `block` will say of all constrained requests of a step at their positions, these included."""
+        """Compute `block` for all constrained requests of a step, at these positions."""
         ...
 
 
@@ -45,7 +45,7 @@ def set_bits(words: Words, token_ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """Allow only these tokens."""
+    """Allow only the given tokens."""
 
     token_ids: Sequence[int]
 
@@ -60,7 +60,7 @@ class AllowedTokens:
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """Forbid a token that completes one of these sequences."""
+    """Forbid tokens that complete one of these sequences."""
 
     words: Sequence[Sequence[int]]
 
@@ -71,7 +71,7 @@ class BadWords:
         set_bits(blocked, self._last_tokens(request, position))
 
     def _last_tokens(self, request: RequestState, position: int) -> list[int]:
-        """Last tokens of the words whose other tokens the sequence ends with."""
+        """Return the last tokens of words whose other tokens end the sequence."""
         begun = []
         for *head, last in self.words:
             if len(head) <= position and request.token_ids[position - len(head) : position] == head:
@@ -95,7 +95,7 @@ class MinTokens:
 
 
 def filters_of(request: RequestState) -> list[TokenFilter]:
-    """The filters that the request's parameters ask for."""
+    """Return the filters that the request's parameters ask for."""
     params = request.params
     filters: list[TokenFilter] = []
     if params.allowed_token_ids:
@@ -111,7 +111,7 @@ def filters_of(request: RequestState) -> list[TokenFilter]:
 
 
 def prepare_constraints(requests: Sequence[RequestState], positions: Sequence[int]) -> None:
-    """Compute what constraints say at each position, all before the first is used: see `Constraint.prepare`."""
+    """Prepare the constraints of all rows before the first is used, see `Constraint.prepare`."""
     wanted = [pair for pair in zip(requests, positions, strict=True) if pair[0].constraint is not None]
     if wanted:
         first: Constraint = wanted[0][0].constraint
@@ -119,7 +119,7 @@ def prepare_constraints(requests: Sequence[RequestState], positions: Sequence[in
 
 
 class TokenMask:
-    """Which tokens one request may not get next, computed only when its filters say something new."""
+    """The tokens that one request may not get next, recomputed only when a filter's state changes."""
 
     def __init__(self, request: RequestState, vocab_size: int) -> None:
         self.blocked: Words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
@@ -129,11 +129,11 @@ class TokenMask:
 
     @property
     def has_filters(self) -> bool:
-        """Whether any token may ever be blocked."""
+        """Whether the request has any filter."""
         return bool(self._filters)
 
     def update(self, position: int) -> bool:
-        """Update `blocked` for `position`; True when it changed."""
+        """Update `blocked` for `position`. Returns whether its filters' state changed."""
         request, filters = self._request, self._filters
         state = tuple(each.state(request, position) for each in filters)
         if state == self._state:

@@ -1,11 +1,12 @@
-"""Logits processing: what a request's parameters do to its logits before a token is sampled.
+"""Logits processing: applies a request's parameters to its logits before a token is sampled.
 
-In this order: minus infinity for tokens that may not come now (`filters.py`), biases, penalties:
+In this order: minus infinity for tokens that are not allowed (`filters.py`), biases, penalties:
+
 repetition: l > 0 ? l / r : l * r for every token in prompt and output;
 frequency and presence: l -= f * count + p * (count > 0) over the output.
 
-`apply_params` does so for one row of logits anywhere; `logits_columns.py` for all rows of a step on the device, from
-the same masks.
+`apply_params` does this for one row of logits on any device; `logits_columns.py` for all rows of a step on the
+device, from the same masks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MINUS_INFINITY = float("-inf")
 
 
 def apply_rules(logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int]) -> None:
-    """Change the rows of logits (n, vocab) in place whose requests want that, see `apply_params`."""
+    """Change rows of logits (n, vocab) in place if their requests ask for it, see `apply_params`."""
     prepare_constraints(requests, positions)
     for index, (request, position) in enumerate(zip(requests, positions, strict=True)):
         if request.params.changes_logits:
@@ -32,7 +33,7 @@ def apply_rules(logits: Tensor, requests: Sequence[RequestState], positions: Seq
 
 
 def apply_params(row: Tensor, request: RequestState, position: int) -> None:
-    """Change `row` (vocab,) float32 in place for the token at `position`, all tokens before it being known."""
+    """Change `row` (vocab,) float32 in place for the token at `position`; all tokens before it are known."""
     params = request.params
     mask = request.token_mask
     if mask is None:

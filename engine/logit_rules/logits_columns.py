@@ -1,7 +1,7 @@
-"""Rules for the logits of rows, on the device: masks, biases, penalties and the token counts that these need.
+"""Rules for the logits of rows on the device: masks, biases, penalties and the token counts that these need.
 
-A row's rules are written when a request gets the row. From then on the device counts sampled tokens itself, so that
-no step waits for the one before; only a mask that changes is sent again (`engine.logit_rules.filters.TokenMask`).
+A row's rules are written when a request gets the row. Then the device counts sampled tokens, so that no step waits
+for the previous one; only changed masks are sent again (`engine.logit_rules.filters.TokenMask`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.request import MAX_BIASES
 from engine.request_states import RequestState
 from kernels.gpu.logit_rules.process_logits import IN_PROMPT, MAX_COUNT, LogitsRules, process_logits
 
-MAX_CHANGED_ROWS = 32  # of changed logits, in float32, at once
+MAX_CHANGED_ROWS = 32  # most rows of changed logits at once, in float32
 
 
 class LogitsColumns:
@@ -31,10 +31,10 @@ class LogitsColumns:
         self._device = device
         self._rules = LogitsRules.empty(max_rows, vocab_size, MAX_BIASES, device)
         self._changed = torch.empty(min(max_rows, MAX_CHANGED_ROWS), vocab_size, device=device)
-        self._owners: dict[int, RequestState] = {}  # of the rows that have rules
+        self._owners: dict[int, RequestState] = {}  # of rows that have rules
 
     def apply(self, changes: RowChanges) -> None:
-        """Bring rows that changed their owner up to date."""
+        """Update the rules of rows that have another request."""
         moved = {new: self._owners.pop(old) for old, new in changes.moved if old in self._owners}
         for old, new in changes.moved:
             if new in moved:
@@ -51,9 +51,9 @@ class LogitsColumns:
         self, logits: Tensor, sources: Sequence[int], rows: Sequence[int], requests: Sequence[RequestState],
         positions: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """Return rows `sources` of logits (any, vocab), changed by the rules of their requests: float32 (n, vocab).
+        """Return rows `sources` of logits (any, vocab), changed by their requests' rules: float32 (n, vocab).
 
-        At most MAX_CHANGED_ROWS; valid up to the next call. positions: of the tokens to be sampled.
+        At most MAX_CHANGED_ROWS; valid until the next call. positions: of the tokens to be sampled.
         """
         self._update_masks(rows, requests, positions)
         ruled = [row if request.changes_logits else -1 for row, request in zip(rows, requests, strict=True)]
@@ -63,7 +63,7 @@ class LogitsColumns:
         return out
 
     def count(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Count sampled tokens, int64 (n,), in the output of their rows, int64 (n,)."""
+        """Count sampled tokens, int64 (n,), in the outputs of their rows, int64 (n,)."""
         token_ids = token_ids.clamp(min=0)
         counts = self._rules.counts[rows, token_ids]
         self._rules.counts[rows, token_ids] = counts + ((counts & MAX_COUNT) < MAX_COUNT)
@@ -75,7 +75,7 @@ class LogitsColumns:
 
     def _write(self, row: int, request: RequestState) -> None:
         params, rules = request.params, self._rules
-        request.token_mask = None  # the device has none of it
+        request.token_mask = None  # the device has no mask of this request yet
         penalties = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
         rules.penalties[row] = upload(penalties, torch.float32, self._device)
         rules.num_biases[row] = len(params.logit_bias)
@@ -93,7 +93,7 @@ class LogitsColumns:
         return counts
 
     def _update_masks(self, rows: Sequence[int], requests: Sequence[RequestState], positions: Sequence[int]) -> None:
-        """Send the masks that have changed: those of grammars, at every token."""
+        """Send the masks that have changed; those of grammars change at every token."""
         fresh: dict[int, Words] = {}
         prepare_constraints(requests, positions)
         for row, request, position in zip(rows, requests, positions, strict=True):

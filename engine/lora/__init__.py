@@ -1,1 +1,1 @@
-"""LoRA adapters: read from PEFT folders, kept by last use, and added to the linear layers of rows that name one."""
+"""LoRA adapters: read from PEFT folders, cached by last use, added to linear layers of the rows that name one."""

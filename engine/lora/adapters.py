@@ -1,4 +1,4 @@
-"""The adapters of one engine: opened from its settings, and the runner that computes with them."""
+"""An engine's adapters: opened by its settings, with the runner that computes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_adapters(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
-    """The adapters of a model; None: it serves none. Raises ConfigError where it cannot."""
+    """Return a model's adapters, or None without --enable-lora. Raises ConfigError if no layer can have any."""
     settings = config.of(LoraSettings)
     if not settings.enable_lora:
         return None
@@ -33,7 +33,7 @@ def open_adapters(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
         layers = limited(layers, settings.lora_target_modules.split(","))
     kind: type[CpuAdapters | GpuAdapters] = CpuAdapters
     if loaded.device.type == "cuda":
-        from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters  # these need triton
+        from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters  # both need triton
 
         kind = FollowedGpuAdapters if loaded.shard.rank else GpuAdapters
     adapters = kind(loaded, layers, settings)

@@ -1,6 +1,6 @@
-"""A model whose layers add what the adapters of a step's rows do, on a CPU.
+"""A model on a CPU whose layers add the adapters of a step's rows.
 
-The layer itself is computed for all rows at once; then each adapter's part for the rows that name it.
+The base layer computes all rows at once, then each adapter the rows that name it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from engine.ranks import RankContext, Seams
 
 @dataclass(frozen=True, slots=True)
 class CpuAdapter:
-    """An adapter as layers on a CPU read it, see AdapterWeights. embedding: a is (vocab, rank)."""
+    """An adapter as CPU layers read it, see AdapterWeights. embedding: a is (vocab, rank)."""
 
     linears: tuple[LowRank | None, ...]
     embedding: LowRank | None
 
     @classmethod
     def of(cls, weights: AdapterWeights) -> CpuAdapter:
-        # As they are: oneDNN's order saves 3 us of the 15 to 60 that a GEMM of few rows takes, and costs 80 of 110 ms
-        # when an adapter of rank 16 of an 8B model is read.
+        # In row-major order: oneDNN's order saves 3 us of the 15 to 60 that a GEMM of few rows takes, but costs 80 of
+        # 110 ms when an adapter of rank 16 of an 8B model is read.
         embedding = weights.embedding
         if embedding is not None:
             embedding = LowRank(embedding.a.T.contiguous(), embedding.b)
@@ -41,11 +41,11 @@ class CpuAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Rows of a step by their adapter.
+    """Rows of a step, grouped by adapter.
 
-    parts: each adapter, and its part of the rows `gathered`, of at least two: a library adds up the products of a
-    single row in another order. gathered: rows of x, of one adapter after the other; None: all of them, of one.
-    added: rows of the output that get something. kept: which of the gathered rows these get; None: all of them.
+    parts: each adapter, and its slice of the rows `gathered`, of at least two rows: the library sums up the products
+    of a single row in another order. gathered: rows of x, sorted by adapter; None: all, of one adapter. added: rows
+    of the output to add to. kept: which of the gathered rows are added; None: all.
     """
 
     parts: Sequence[tuple[CpuAdapter, slice]]
@@ -56,9 +56,9 @@ class Groups:
     def add(
         self, y: Tensor, x: Tensor, pair_of: Callable[[CpuAdapter], LowRank | None], is_table: bool = False
     ) -> None:
-        """Add to rows of y what adapters make of rows of x. Others keep their bits.
+        """Add the adapters' outputs for rows of x to rows of y. The other rows keep their bits.
 
-        is_table: x is token ids, whose rows of A are looked up.
+        is_table: x holds token ids, which select rows of A.
         """
         pairs = [(pair_of(adapter), rows) for adapter, rows in self.parts]
         if all(pair is None for pair, _ in pairs):
@@ -84,9 +84,8 @@ def _delta(pair: LowRank, x: Tensor, is_table: bool) -> Tensor:
 
 @dataclass(slots=True)
 class AdapterRows:
-    """Which tokens of the step that runs are whose. head: the same of the hidden states that are sampled from.
-
-    None: there is no adapter.
+    """The current step's rows by adapter. head: the same for the hidden states that are sampled from. None: no
+    adapters.
     """
 
     groups: Groups | None = None
@@ -94,7 +93,7 @@ class AdapterRows:
 
 
 def groups_of(adapters: Iterable[tuple[CpuAdapter | None, range]], num_rows: int) -> Groups | None:
-    """Gather rows by their adapter. adapters: of all ranges of rows, in their order; None: of no adapter."""
+    """Gather rows by adapter. adapters: of all ranges of rows, in order; None: no adapter."""
     found: dict[int, tuple[CpuAdapter, list[int]]] = {}
     for adapter, rows in adapters:
         if adapter is not None:
@@ -141,7 +140,7 @@ class AdaptedForwards(FormsByRows):
 
 @dataclass(slots=True)
 class AdaptedModel(Model):
-    """A model whose embedding has adapters."""
+    """A model whose embedding may have adapters."""
 
     rows: AdapterRows = field(default_factory=AdapterRows)
 
@@ -154,7 +153,7 @@ class AdaptedModel(Model):
 
 
 def with_adapters(model: Model, rows: AdapterRows) -> Model:
-    """The model with layers that add what the adapters of `rows` do. Weights are shared."""
+    """Return the model with layers that add the adapters of `rows`, with shared weights."""
     values = {each.name: getattr(model, each.name) for each in fields(Model)}
     adapted = AdaptedModel(**values, rows=rows)
     adapted.blocks = [block.copy() for block in model.blocks]
@@ -165,7 +164,7 @@ def with_adapters(model: Model, rows: AdapterRows) -> Model:
 
 
 def _adapted(base: Linear, index: int, rows: AdapterRows, is_head: bool) -> Linear:
-    """The layer, plus what adapters add to its output. index: among all linear layers."""
+    """Return the layer plus its adapters. index: among all linear layers."""
 
     def gemm(_: Linear, x: Tensor) -> Tensor:
         y = base(x)

@@ -1,4 +1,4 @@
-"""A CPU's runner whose steps mix rows of several adapters and rows of the model itself."""
+"""A CPU runner whose steps mix rows of several adapters with rows of the base model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.ranks import SINGLE, RankContext, Seams
 
 
 class LoraCpuRunner(AdaptedSteps, CpuRunner):
-    """A step without a row that names an adapter is computed as without this wing."""
+    """A runner with adapters. A step in which no row names an adapter is computed as without this wing."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The adapters of an engine on a GPU; see `engine/lora/adapters.py`."""
+"""An engine's adapters on a GPU, see `engine/lora/adapters.py`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.lora.settings import LoraSettings
 
 
 class GpuAdapters(SlotStore):
-    """See Adapters in engine.wings. Of the first rank, if there are others."""
+    """See Adapters in engine.wings. For the first rank, if there are several."""
 
     def __init__(self, loaded: LoadedModel, layers: Layers, settings: LoraSettings) -> None:
-        if not settings.lora_target_modules:  # the vocabulary takes much memory, and two launches a step each
+        if not settings.lora_target_modules:  # the vocabulary takes much memory, and two launches per step each
             layers = without_vocabulary(layers)
         slots = GpuSlots(layers, settings.max_loras, settings.max_lora_rank, loaded.dtype, loaded.device)
 
@@ -35,4 +35,4 @@ class GpuAdapters(SlotStore):
 
 
 class FollowedGpuAdapters(FollowedSlots, GpuAdapters):
-    """Adapters of a rank other than the first."""
+    """The adapters of a rank other than the first."""

@@ -1,8 +1,7 @@
-"""A model whose layers add what the adapters of a step's rows do, on a GPU, and which rows these are.
+"""A model on a GPU whose layers add the adapters of a step's rows, and the lists of these rows.
 
-The layers are those of the model with another GEMM: shrink before its own, expand after it. They are no plain layers,
-so no op takes them that would make one kernel of a GEMM and what follows it. Where adapters may change the embedding,
-its rows and the first norm are not one kernel either.
+Its layers have another GEMM: shrink before the base GEMM, expand after it. They do not count as plain, so no op fuses
+them with what follows. If adapters may change the embedding, its lookup is not fused with the first norm either.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles,
 
 
 class StepTiles:
-    """Which rows of the step that is queued name which slot: tokens, or those that the head gets.
+    """The rows of the step being queued by slot: tokens, or the rows of the head.
 
-    Tensors of graphs' steps are fixed.
+    Tensors of steps with graphs are fixed.
     """
 
     def __init__(self, num_slots: int, max_tokens: int, device: torch.device) -> None:
@@ -41,7 +40,7 @@ class StepTiles:
         count = num_tiles(max_tokens, num_slots)
         self._rows = torch.full((count, BLOCK_ROWS), NOTHING, dtype=torch.int32, device=device)
         self._slots = torch.full((count,), NOTHING, dtype=torch.int32, device=device)
-        self._known: list[int] = []  # what those hold
+        self._known: list[int] = []  # the rows written there
         self._of_prompts: RowTiles | None = None
 
     @property
@@ -49,7 +48,7 @@ class StepTiles:
         return self._of_prompts is not None
 
     def put(self, slots: Sequence[int], tokens: Sequence[int], num_tokens: int) -> None:
-        """Write the tiles of a graph's step. slots: of `tokens`, among `num_tokens`: of a decode step its rows."""
+        """Write the tiles of a graph's step. slots: of `tokens`, out of `num_tokens`; or rows of a decode step."""
         slot_of_row = np.full(num_tokens, NOTHING, np.int32)
         slot_of_row[tokens] = slots
         if (found := slot_of_row.tolist()) != self._known:
@@ -60,7 +59,7 @@ class StepTiles:
 
     @contextmanager
     def of_prompts(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
-        """Hold the tiles of a step with prompts. slots: of rows with so many tokens each."""
+        """Use the tiles of a step with prompts. slots: of rows. counts: tokens of each row."""
         tiles = tile_rows(np.repeat(np.array(slots, np.int32), counts), self._num_slots)
         before = self._of_prompts
         self._of_prompts = RowTiles(*(upload(part, torch.int32, self._device) for part in tiles))
@@ -70,7 +69,7 @@ class StepTiles:
             self._of_prompts = before
 
     def of(self, num_tokens: int) -> RowTiles:
-        """Return the tiles of a step of so many tokens."""
+        """Return the tiles of a step of `num_tokens` tokens."""
         if self._of_prompts is not None:
             return self._of_prompts
         count = num_tiles(num_tokens, self._num_slots)
@@ -78,7 +77,7 @@ class StepTiles:
 
 
 class AdapterTiles:
-    """tokens: of the layers. head: of the output projection, None where adapters may not change it."""
+    """Tiles of a step. tokens: for the layers. head: for the output projection, None if adapters leave it."""
 
     def __init__(self, slots: GpuSlots, max_tokens: int, device: torch.device) -> None:
         """max_tokens: the most of a graph."""
@@ -86,24 +85,24 @@ class AdapterTiles:
         self.head = None if slots.layers[-1] is None else StepTiles(slots.count, max_tokens, device)
 
     def put(self, slots: Sequence[int], tokens: Sequence[int], num_tokens: int) -> None:
-        """See StepTiles, of a step whose tokens all go to the head."""
+        """See StepTiles, for a step in which the head gets all tokens."""
         self.tokens.put(slots, tokens, num_tokens)
         self.put_sampled(slots, tokens, num_tokens)
 
     def put_sampled(self, slots: Sequence[int], rows: Sequence[int], num_rows: int) -> None:
-        """See `StepTiles.put`: the rows that the head gets."""
+        """See `StepTiles.put`, for the rows of the head."""
         if self.head is not None:
             self.head.put(slots, rows, num_rows)
 
     @contextmanager
     def of_prompts(self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int]) -> Iterator[None]:
-        """See `StepTiles.of_prompts`. sampled: the slots of the rows that the head gets."""
+        """See `StepTiles.of_prompts`. sampled: the slots of the head's rows."""
         with self.tokens.of_prompts(slots, counts), self.of_head(sampled):
             yield
 
     @contextmanager
     def of_head(self, slots: Sequence[int]) -> Iterator[None]:
-        """Hold the tiles of the rows that the head gets, without a graph."""
+        """Use the tiles of the head's rows, without a graph."""
         with ExitStack() as held:
             if self.head is not None:
                 held.enter_context(self.head.of_prompts(slots, [1] * len(slots)))
@@ -111,14 +110,14 @@ class AdapterTiles:
 
 
 class AdaptedForwards(GpuForwards):
-    """Steps with prompts have one form for any number of tokens: no kernel has to be compiled for few."""
+    """Steps with prompts have one form for any number of tokens, so that no kernel is compiled for few."""
 
     def choose(self, num_tokens: int, is_decode: bool) -> GpuForward:
         """See GpuForwards."""
         return super().choose(num_tokens if is_decode else MANY_ROWS, is_decode)
 
     def narrows(self, num_tokens: int, is_decode: bool) -> bool:
-        """See GpuForwards. Tiles are of all tokens."""
+        """See GpuForwards. Tiles cover all tokens."""
         return False
 
 
@@ -144,7 +143,7 @@ class AdaptedModel(Model):
 
 
 def with_slots(model: Model, slots: GpuSlots, tiles: AdapterTiles) -> Model:
-    """The model with layers that add what adapters do. Weights are shared."""
+    """Return the model with layers that add adapters, with shared weights."""
     values = {each.name: getattr(model, each.name) for each in fields(Model)}
     adapted, workspace = AdaptedModel(**values, slots=slots, tiles=tiles.tokens), workspace_on(model.embedding.device)
     adapted.blocks = [block.copy() for block in model.blocks]
@@ -163,7 +162,7 @@ def _gemm(base: Linear, tiles: StepTiles, workspace: Any, x: Tensor) -> Tensor:
 
 
 def _adapted(base: Linear, weights: SlotWeights, tiles: StepTiles, plain: LinearLayer) -> Linear:
-    """The layer, which `plain` computes, plus what adapters add to its output."""
+    """Return the layer, which `plain` computes, plus its adapters."""
     config = config_of(weights)
 
     def add(_: Linear, x: Tensor) -> Tensor:

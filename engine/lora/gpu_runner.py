@@ -1,4 +1,4 @@
-"""A GPU's runner whose steps mix rows of several adapters and rows of the model itself."""
+"""A GPU runner whose steps mix rows of several adapters with rows of the base model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class LoraGpuRunner(AdaptedSteps, GpuRunner):
-    """A step without a row that names an adapter is computed as without this wing, in graphs of its own."""
+    """A runner with adapters. Steps in which no row names an adapter run as without this wing, in separate graphs."""
 
     def __init__(self, adapters: SlotStore, slots: GpuSlots, loaded: LoadedModel, *args: Any) -> None:
-        """args: further ones of GpuRunner."""
+        """args: the other arguments of GpuRunner."""
         super().__init__(loaded, *args)
         self._adapters, self._is_alone = adapters, loaded.shard.size == 1
         self._adapted_prompts: PromptGraphs | None = None
@@ -38,8 +38,8 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
         forward = self._forward.of_ops(AdaptedForwards(model, self._ranks))
         self._plain = self._forward, self._decodes
         self._adapted = forward, self._open_decodes(forward)
-        self._has_adapters = False  # the step that is queued
-        self._warms_up = False  # with steps that no request has adapters in
+        self._has_adapters = False  # whether the step being queued has adapters
+        self._warms_up = False  # the warm-up runs steps with adapters though no request has any
 
     def observe_with(self, observer: Observer) -> None:
         """See GpuRunner."""
@@ -48,7 +48,7 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress = no_progress) -> None:
-        """See GpuRunner; steps with adapters, too."""
+        """See GpuRunner; also captures steps with adapters."""
         super().capture(on_progress)
         self._adapted[1].capture(on_progress)
         if self.prompt_graphs is not None:
@@ -56,7 +56,7 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
                 self.open_adapted_prompts()
 
     def open_adapted_prompts(self, captures: bool = True) -> None:
-        """Make graphs of steps with prompts and adapters. Without, such steps run eagerly."""
+        """Make graphs of steps with prompts and adapters; without graphs these run eagerly."""
         plain, self._forward = self._forward, self._adapted[0]
         self._adapted_prompts = self.open_prompt_graphs(captures)
         self._forward = plain
@@ -68,7 +68,7 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
         self._forward, self._decodes = self._plain
 
     def _take_adapters(self, requests: Sequence[RequestState]) -> dict[int, str]:
-        if isinstance(self._adapters, FollowedSlots):  # slots change hands between steps
+        if isinstance(self._adapters, FollowedSlots):  # slots are reassigned between steps
             for request in requests:
                 request.adapter_weights = None
         return super()._take_adapters(requests)
@@ -108,7 +108,7 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
             super()._queue_mixed(batch, step)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """See GpuRunner: of prompts whose adapters leave the head alone."""
+        """See GpuRunner: for prompts whose adapters do not change the head."""
         with self._tiles.of_head([NOTHING]):
             return super()._logits(hidden)
 

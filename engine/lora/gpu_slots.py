@@ -1,4 +1,4 @@
-"""Adapters in slots of GPU memory: who has which, and what kernels read of them."""
+"""Adapters in slots of GPU memory: who has which slot, and the tensors that kernels read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEVER = -1
 
 
 class GpuSlots:
-    """layers: of each of the model's linear layers, None where no adapter may change it. embedding: the same."""
+    """layers: for each of the model's linear layers, None if adapters may not change it. embedding: likewise."""
 
     def __init__(self, layers: Layers, count: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count = count
@@ -35,8 +35,8 @@ class GpuSlots:
 
     @torch.inference_mode()
     def fill(self, slot: int, file: AdapterFile) -> None:
-        """Read the adapter into the slot, from any thread. What it has no part of gets rank 0. Raises ConfigError."""
-        with torch.cuda.stream(self._stream):  # nothing on a CPU
+        """Read the adapter into the slot, from any thread. Parts that it lacks get rank 0. Raises ConfigError."""
+        with torch.cuda.stream(self._stream):  # no effect on a CPU
             for weights, parts in zip((*self.layers, self.embedding), file.read_parts(self._device), strict=True):
                 if weights is None:
                     continue
@@ -52,12 +52,12 @@ class GpuSlots:
 
 
 def starts_of(layer: Layer) -> tuple[int, ...]:
-    """The first row of each module, and the number of rows. Modules lie one after the other, and fill the layer."""
+    """Return the first row of each module, and the number of rows. The modules are contiguous and fill the layer."""
     return tuple(accumulate((len(module.rows) for module in layer.modules), initial=0))
 
 
 class SlotStore(AdapterStore[int]):
-    """An adapter is the number of its slot, which stays its own while requests ask for it before every step."""
+    """Adapters as slot numbers. A slot stays its adapter's as long as requests ask for it before every step."""
 
     def __init__(
         self, open_file: Callable[[AdapterRef], AdapterFile], fill: Callable[[int, AdapterFile], None], capacity: int
@@ -67,21 +67,21 @@ class SlotStore(AdapterStore[int]):
         self._vacant = list(range(capacity))
         self._slots: dict[str, int] = {}
         self._turn = 0  # counts questions
-        self._asked_at: dict[str, int] = {}  # when an adapter was asked for last
+        self._asked_at: dict[str, int] = {}  # turn in which an adapter was last asked for
 
     def readiness(self, request: Request) -> Callable[[], bool]:
-        """See AdapterStore. An adapter gets a slot when the request is asked, as soon as there is one."""
+        """See AdapterStore. The adapter gets a slot when the request is asked and one is available."""
         question = SlotQuestion(self, request.adapter, self._check(request))
         question()
         return question
 
     def preload(self, name: str) -> None:
-        """See AdapterStore. Those beyond the number of slots are read when a request names them."""
+        """See AdapterStore. Adapters beyond the number of slots are read when a request names them."""
         if self._vacant:
             self.get(name)
 
     def get(self, name: str) -> int:
-        """See AdapterStore. Requests that run have asked for theirs, so it is in a slot."""
+        """See AdapterStore. Running requests have asked for their adapter, so it has a slot."""
         if name not in self._loads:
             self.ask(name, self._open(name), NEVER)
         if name not in self._loads:
@@ -89,8 +89,9 @@ class SlotStore(AdapterStore[int]):
         return super().get(name)
 
     def ask(self, name: str, file: AdapterFile, unused_since: int) -> bool:
-        """Whether the adapter is in a slot. It gets one if one is free, or belongs to an adapter that nobody has
-        asked for since that turn."""
+        """Whether the adapter is in a slot. It gets a free slot, or that of an adapter that nobody has asked for
+        since the turn `unused_since`.
+        """
         self._turn += 1
         load = self._loads.get(name)
         if load is None:
@@ -106,7 +107,7 @@ class SlotStore(AdapterStore[int]):
         return self._turn
 
     def _vacate(self, unused_since: int) -> bool:
-        """Take the slot of the adapter that was asked for longest ago."""
+        """Free the slot of the adapter that was asked for longest ago, if it may be taken."""
         name = min(self._loads, key=lambda each: self._asked_at[each])
         if self._asked_at[name] >= unused_since or not self._loads[name].done():
             return False
@@ -126,16 +127,16 @@ class SlotStore(AdapterStore[int]):
 
 
 class FollowedSlots(SlotStore):
-    """Slots of a rank other than the first, which reads an adapter when a plan names it: nobody asks it before.
+    """Slots of a rank other than the first, which reads an adapter when a plan names it, without questions before.
 
-    The first rank sees to it that a step names at most as many adapters as there are slots.
+    The first rank ensures that a step names at most as many adapters as there are slots.
     """
 
     def get(self, name: str) -> int:
-        """See AdapterStore. Takes the slot of the adapter that was asked for longest ago."""
+        """See AdapterStore. Takes the slot of the adapter that was used longest ago."""
         if name not in self._loads and not self._vacant:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # steps in flight read it
+                torch.cuda.synchronize()  # steps in flight read the slot
             self._vacate(self._turn + 1)
         slot = super().get(name)
         self._turn += 1
@@ -144,15 +145,15 @@ class FollowedSlots(SlotStore):
 
 
 class SlotQuestion:
-    """Whether a request's adapter is in a slot, asked when a step is planned that may have a row of the request.
+    """Whether a request's adapter is in a slot; asked when a step that may have a row of the request is planned.
 
-    A slot may be taken from an adapter when nobody has asked for it since this request was asked the time before the
-    last: requests that run are asked first, so neither the step that is planned nor the one in flight reads it.
+    A slot may be taken if nobody has asked for its adapter since this request's question before the last: running
+    requests are asked first, so neither the planned step nor the one in flight reads that slot.
     """
 
     def __init__(self, store: SlotStore, name: str, file: AdapterFile) -> None:
         self._store, self._name, self._file = store, name, file
-        self._asked = NEVER, NEVER  # the turns of the last two times
+        self._asked = NEVER, NEVER  # turns of the last two questions
 
     def __call__(self) -> bool:
         before_last, last = self._asked

@@ -1,7 +1,7 @@
-"""The linear layers of a model as adapters name them: which rows of which layer are the outputs of which module.
+"""A model's linear layers as adapters name them: which rows of a layer are the outputs of which module.
 
-An adapter names modules as Hugging Face's model has them; here q, k and v are one layer, as are gate and up. A rank
-of several has a part of each.
+Adapters use the module names of Hugging Face's model; here q, k and v are one layer, and so are gate and up. Each of
+several ranks has a part of every layer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HEAD = "lm_head"
 class Module:
     """A module whose outputs are rows of a layer.
 
-    name: of the module that an adapter names, which has `num_outputs`. first: row of the layer, from which on it has
-    the rows `rows` of the module's weight. lies: of which outputs that weight consists; None: all, as they are.
+    name: as adapters name it, with `num_outputs`. first: the layer's row from which on it has the rows `rows` of the
+    module's weight. lies: which outputs that weight consists of; None: all, in order.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer, in the order of `Model.linears`. modules: none, if no adapter may change it.
+    """A linear layer, in the order of `Model.linears`. modules: empty if adapters may not change it.
 
     num_columns: of the modules, of which the layer has `columns`.
     """
@@ -55,10 +55,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """All that adapters of a model may change.
+    """Everything that adapters of a model may change.
 
-    embedding: the module's name; empty: they may not change it. tokens: the part of the vocabulary in it.
-    left_out: modules that they may change where --lora-target-modules names them.
+    embedding: its module's name; empty: adapters may not change it. tokens: the rank's part of the vocabulary.
+    left_out: modules that adapters may change only if --lora-target-modules names them.
     """
 
     linears: tuple[Layer, ...]
@@ -70,14 +70,14 @@ class Layers:
 
     @property
     def names(self) -> frozenset[str]:
-        """Modules that adapters may have weights for."""
+        """The modules that adapters may have weights for."""
         return frozenset(each.name for layer in self.linears for each in layer.modules) | ({self.embedding} - {""})
 
 
 def limited(layers: Layers, targets: Collection[str]) -> Layers:
-    """Keep the layers and the embedding that have one of the modules, named as in PEFT's `target_modules`.
+    """Keep the layers and the embedding with one of the modules, named as in PEFT's `target_modules`.
 
-    Raises ConfigError for a name that no module has.
+    Raises ConfigError for unknown names.
     """
     last = {name.rpartition(".")[2]: name for name in layers.names}
     if unknown := sorted({*targets} - {*last}):
@@ -97,13 +97,13 @@ def limited(layers: Layers, targets: Collection[str]) -> Layers:
 
 
 def without_vocabulary(layers: Layers) -> Layers:
-    """Leave the embedding and the output projection out."""
+    """Leave out the embedding and the output projection."""
     kept = replace(layers, linears=(*layers.linears[:-1], replace(layers.linears[-1], modules=())), embedding="")
     return replace(kept, left_out=layers.names - kept.names)
 
 
 class _Recorder(ShapeRecorder):
-    """Remembers how weights are divided, too."""
+    """Also records how weights are partitioned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class _Recorder(ShapeRecorder):
 def can_change(block: Block) -> bool:
     """Whether adapters may change a block's layers.
 
-    Others hold weights in an order of their own, or apply them otherwise than by calls of a layer.
+    Other blocks reorder their weights, or do not apply them by calls of a layer.
     """
     return isinstance(block.inner, Attention | Mlp)
 
 
 def layers_of(config: ModelConfig, of_rank: ModelConfig | None = None, shard: Shard = WHOLE) -> Layers:
-    """What adapters of a model of this config may change: some of its blocks, embedding and head.
+    """Return what adapters of this config's model may change: some of its blocks, embedding and head.
 
     of_rank: the config of a rank's part of the model.
     """
@@ -145,7 +145,7 @@ def layers_of(config: ModelConfig, of_rank: ModelConfig | None = None, shard: Sh
     [name] = [name for name in whole if name.endswith("embed_tokens.weight")]
     rows = part(model.head.names[0])[0]
     head = Layer(len(rows), hidden_size, range(hidden_size), (Module(HEAD, vocab_size, 0, rows),))
-    is_plain = config.embedding_scale == 1  # else it is not said whether an adapter's part is scaled, too
+    is_plain = config.embedding_scale == 1  # it is undefined whether an adapter's part is scaled, too
     embedding = name.removesuffix(".weight") if is_plain else ""
     return Layers((*linears, head), embedding, part(name)[0], vocab_size, hidden_size)
 
@@ -154,7 +154,7 @@ def _layer(
     ref: LinearRef, parts: Mapping[str, Part], whole: Mapping[str, Shape], stored: Mapping[str, StoredRows],
     can_change: bool,
 ) -> Layer:  # fmt: skip
-    """parts: of the layer's weights, which rows and columns of each this rank has."""
+    """Describe a linear layer. parts: which rows and columns of each of its weights this rank has."""
     num_rows, num_columns = ref.layer.weight.shape
     if not can_change:
         return Layer(num_rows, num_columns, range(num_columns))

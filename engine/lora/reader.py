@@ -1,8 +1,8 @@
-"""Reads an adapter from a PEFT folder: its shapes are compared with the model's before any weight is read.
+"""Reads an adapter from a PEFT folder, after checking its shapes against the model's.
 
     y = W x + scale * B A x        A: (rank, in), B: (out, rank)
 
-Modules that are one layer here give one pair: the rows of their As follow each other, their Bs lie on a diagonal.
+Modules that are one layer here become one pair: their As are concatenated, their Bs are diagonal blocks.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ PARTNERS = {A: B, B: A, EMBEDDING_A: EMBEDDING_B, EMBEDDING_B: EMBEDDING_A}
 
 
 class LowRank(NamedTuple):
-    """What is added to a layer's output: `b` times `a` times its input. a: (rank, in); b: (out, rank), scaled."""
+    """A pair that adds `b` times `a` times the input to a layer's output. a: (rank, in); b: (out, rank), scaled."""
 
     a: Tensor
     b: Tensor
 
 
 class ModulePart(NamedTuple):
-    """What a layer's module gets, from the layer's row `first` on.
+    """An adapter's part for one module of a layer, from the layer's row `first` on.
 
-    number: of the module among the layer's. a: (rank, in) and b: (out, rank), as they are stored. scale: of their
-    product.
+    number: the module's index in the layer. a: (rank, in) and b: (out, rank), as stored. scale: of their product.
     """
 
     number: int
@@ -49,18 +48,19 @@ class ModulePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """linears: of each of the model's linear layers, None where the adapter leaves it alone. embedding: a is
-    (rank, vocab)."""
+    """An adapter's weights. linears: for each of the model's linear layers, None if unchanged. embedding: a is (rank,
+    vocab).
+    """
 
     linears: tuple[LowRank | None, ...]
     embedding: LowRank | None
 
 
 class AdapterFile:
-    """An adapter whose names, shapes and config fit a model; `read` gives its weights, from any thread."""
+    """An adapter whose names, shapes and config fit a model; `read` returns its weights, from any thread."""
 
     def __init__(self, ref: AdapterRef, layers: Layers, max_rank: int) -> None:
-        """Raises ConfigError for files that changed, are damaged, do not fit the model, or hold no plain LoRA."""
+        """Raises ConfigError for files that changed, are damaged, do not fit the model or are not plain LoRA."""
         ref.check()
         self._config = read_adapter_config(ref.folder)
         if self._config.max_rank > max_rank:
@@ -115,7 +115,7 @@ class AdapterFile:
 
     @torch.inference_mode()
     def read(self, dtype: torch.dtype) -> AdapterWeights:
-        """Read all weights, on the CPU. Raises ConfigError for a file that cannot be read."""
+        """Read all weights on the CPU. Raises ConfigError for an unreadable file."""
         tensors = self._tensors(torch.device("cpu"))
         pairs = [self._pair(layer, self._parts(layer, tensors), dtype) for layer in self._layers.linears]
         embedding = None
@@ -124,8 +124,9 @@ class AdapterFile:
         return AdapterWeights(tuple(pairs), embedding)
 
     def read_parts(self, device: torch.device) -> list[list[ModulePart]]:
-        """Read what each linear layer gets, of each of its modules apart; last the embedding, whose `a` is
-        (rank, vocab). Raises ConfigError."""
+        """Read the parts of each linear layer, separately for its modules; last those of the embedding, whose `a` is
+        (rank, vocab). Raises ConfigError.
+        """
         tensors = self._tensors(device)
         return [*(self._parts(layer, tensors) for layer in self._layers.linears), self._embedding_parts(tensors)]
 
@@ -171,9 +172,9 @@ class AdapterFile:
 
 
 def _rows_of(module: Module, whole: Tensor) -> Tensor:
-    """The outputs of a stored module that are this one's, in the order in which the model has them.
+    """Return the rows of a stored module that belong to this one, in the model's order.
 
-    Fewer than its rows where these end in padding.
+    Fewer than its rows if these end in padding.
     """
     lies = module.lies
     if lies is not None:

@@ -1,4 +1,4 @@
-"""What the runners of all devices do about adapters: a step's requests get theirs before its rows are computed."""
+"""Common part of all runners with adapters: a step's requests get their adapters before its rows are computed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ else:
 
 
 class AdaptedSteps(Base):
-    """Mixed into a device's runner. Rows whose adapter cannot be read fail; others of their step are computed."""
+    """Mixin for a device's runner. Rows whose adapter cannot be read fail; the step's other rows are computed."""
 
     _adapters: AdapterStore[Any]
-    _is_alone: bool  # else other ranks compute parts of the same rows
+    _is_alone: bool  # otherwise other ranks compute parts of the same rows
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
         errors = self._take_adapters(requests)
@@ -39,9 +39,9 @@ class AdaptedSteps(Base):
         return CompletedStep(result)
 
     def _take_adapters(self, requests: Sequence[RequestState]) -> dict[int, str]:
-        """Give requests the adapters that they name. Returns the errors of those whose adapter cannot be read.
+        """Give requests the adapters that they name. Returns the errors of adapters that cannot be read.
 
-        Raises DeviceLostError for a rank of several, which would leave others waiting for the row's share.
+        Raises DeviceLostError if there are several ranks, which would wait for the row's share.
         """
         errors = {}
         for index, request in enumerate(requests):

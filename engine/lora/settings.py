@@ -42,7 +42,7 @@ class LoraSettings(EngineWing):
 
     @property
     def num_graph_sets(self) -> int:
-        """See EngineWing: steps without adapters have graphs of their own."""
+        """See EngineWing: steps with and without adapters have separate graphs."""
         return 2 if self.enable_lora else 1
 
     @property

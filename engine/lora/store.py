@@ -1,7 +1,7 @@
-"""Adapters in memory, by last use. Numbers of one are read in a thread when the first request names it.
+"""Adapters in memory, by last use. A thread reads an adapter when the first request names it.
 
-What a request names is an `AdapterRef`, so nothing has to be announced: an adapter that has left comes back, and a
-worker that has just started, or takes over a stream, reads it from the same folder.
+Requests name an `AdapterRef`, so nothing has to be announced: an adapter that was dropped, or that a new worker or
+one that takes over a stream lacks, is read from its folder.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Load = Future[T]
 
 
 class AdapterStore(Generic[T]):
-    """T: an adapter as a device's layers read it. Requests that run keep theirs, also when it has left the store."""
+    """An LRU cache of adapters, whose layers have type T. Running requests keep theirs after it is dropped."""
 
     def __init__(
         self, open_file: Callable[[AdapterRef], AdapterFile], read: Callable[[str, AdapterFile], T], capacity: int
     ) -> None:
         self._open_file, self._read, self._capacity = open_file, read, capacity
-        self._loads: OrderedDict[str, Future[T]] = OrderedDict()  # the last one was used last
-        self._files: dict[str, AdapterFile] = {}  # of those
+        self._loads: OrderedDict[str, Future[T]] = OrderedDict()  # the most recently used is last
+        self._files: dict[str, AdapterFile] = {}  # of these adapters
         self._on_change: Callable[[str, bool], None] = lambda name, is_there: None
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._num_loads = 0
-        self._seconds: list[float] = []  # of loads since `figures` was called
+        self._seconds: list[float] = []  # of loads since the last call of `figures`
 
     def prepare_request(self, request: Request) -> None:
         """See Adapters: beside a constraint that is compiled, if the request has one."""
@@ -43,19 +43,19 @@ class AdapterStore(Generic[T]):
             request.is_ready = is_loaded if is_compiled is None else lambda: is_loaded() and is_compiled()
 
     def readiness(self, request: Request) -> Callable[[], bool]:
-        """Start to read the request's adapter; the result says when it may run. Raises InvalidRequestError."""
+        """Start to read the request's adapter; the result tells when it may run. Raises InvalidRequestError."""
         return self._load_of(request.adapter, self._check(request)).done
 
     def preload(self, name: str) -> None:
-        """Read the adapter of that reference before the first request. Raises ConfigError."""
+        """Read the adapter before the first request. Raises ConfigError."""
         self.get(name)
 
     def get(self, name: str) -> T:
-        """The adapter of that reference, read now if it has left. Raises ConfigError."""
+        """Return the adapter, reading it now if it was dropped. Raises ConfigError."""
         try:
             return self._load_of(name).result()
         except ConfigError:
-            self._drop(name)  # the next request tries again
+            self._drop(name)  # so that the next request tries again
             raise
 
     def tell_of_changes(self, on_change: Callable[[str, bool], None]) -> None:
@@ -73,7 +73,7 @@ class AdapterStore(Generic[T]):
         }
 
     def _check(self, request: Request) -> AdapterFile:
-        """Open the request's adapter. Raises InvalidRequestError for one that does not fit, or cannot serve it."""
+        """Open the request's adapter. Raises InvalidRequestError if it does not fit or cannot serve the request."""
         try:
             file = self._files.get(request.adapter) or self._open(request.adapter)
         except ConfigError as error:
@@ -86,7 +86,7 @@ class AdapterStore(Generic[T]):
         return file
 
     def _open(self, name: str) -> AdapterFile:
-        """Raises ConfigError."""
+        """Open an adapter's files. Raises ConfigError."""
         return self._open_file(AdapterRef.parse(name))
 
     def _load_of(self, name: str, file: AdapterFile | None = None) -> Load[T]:
@@ -99,7 +99,7 @@ class AdapterStore(Generic[T]):
         return load
 
     def _start(self, name: str, file: AdapterFile) -> Load[T]:
-        """Begin to read an adapter."""
+        """Start to read an adapter."""
         self._files[name] = file
         load = self._loads[name] = self._thread.submit(self._timed_read, name, file)
         self._on_change(name, True)

@@ -110,9 +110,7 @@ class LatentAttention(AttentionBlock):
         return self.kv_b.view(self.num_heads, -1, self.rank)[:, self.nope_dim :]
 
     def rotated(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Rotate in place: queries (num_tokens, num_heads, qk_dim), scaled, and latents (num_tokens, rank +
-        rope_dim).
-        """
+        """Rotate in place: scaled queries (num_tokens, num_heads, qk_dim), latents (num_tokens, rank + rope_dim)."""
         q_size = self.num_heads * self.qk_dim
         q, latents = qkv[:, :q_size].view(-1, self.num_heads, self.qk_dim), qkv[:, q_size:]
         rotate_(q[..., self.nope_dim :], *rotation)

@@ -1,1 +1,1 @@
-"""Vectors of prompts, from the hidden states after the final norm: what an embedding is made of."""
+"""Vectors of prompts, pooled from the hidden states after the final norm, for embeddings."""

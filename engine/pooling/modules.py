@@ -1,11 +1,12 @@
-"""What a folder of sentence-transformers' layout has after the model: `modules.json`, its pooling, dense layers.
+"""Modules that a sentence-transformers folder has after the model: `modules.json`, its pooling, dense layers.
 
     modules.json            [{"path": "", "type": "...Transformer"}, {"path": "1_Pooling", "type": "...Pooling"}, ...]
     1_Pooling/config.json   which hidden states a vector is made of
-    2_Dense/                y = activation(W x + b), of the vector
-    3_Normalize             the vector of length 1; at the end that is the caller's to do, or not
+    2_Dense/                y = activation(W x + b) of the vector
+    3_Normalize             scales the vector to length 1; as the last module it is the caller's choice
 
-All is read before requests come, and what is not known is refused: a vector without a layer looks like any other.
+All of it is read before requests come, and unknown modules are refused: a vector without a layer looks like any
+other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from engine.request import Request
 
 MODULES = "modules.json"
 POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls"}
-"""By what follows `pooling_mode_`, in either spelling of it."""
+"""Pooling by the name after `pooling_mode_`, in either spelling."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
@@ -39,13 +40,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Sigmoid": torch.sigmoid,
 }
 Layer = Callable[[Tensor], Tensor]
-"""From vectors (n, size) to as many of perhaps another size, in float32."""
+"""Maps vectors (n, size) to (n, another size), in float32."""
 _normalize: Layer = partial(functional.normalize, dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class VectorModules:
-    """pooling: that requests get which name none. layers: of the pooled vector."""
+    """A model's modules. pooling: the default of requests. layers: applied to the pooled vector."""
 
     pooling: str = "last"
     layers: Sequence[Layer] = ()
@@ -59,19 +60,19 @@ class VectorModules:
             request.params = replace(params, pooling=self.pooling)
 
     def apply(self, vectors: Tensor) -> Tensor:
-        """(n, hidden) -> (n, size), float32."""
+        """Apply the layers: (n, hidden) -> (n, size), float32."""
         for layer in self.layers:
             vectors = layer(vectors)
         return vectors
 
 
 def modules_of(files: ModelFiles, hidden_size: int, device: torch.device) -> VectorModules:
-    """The modules of a model; those that only give its own vectors, unless it is a directory."""
+    """Return a model's modules; only the default pooling unless the model is a directory."""
     return read_modules(files.path, hidden_size, device) if files.kind == "directory" else VectorModules()
 
 
 def read_modules(directory: Path, hidden_size: int, device: torch.device) -> VectorModules:
-    """Read a model's modules; a directory without the file has none. Raises ConfigError, UnsupportedModelError."""
+    """Read a model's modules, if the directory has any. Raises ConfigError, UnsupportedModelError."""
     if not (directory / MODULES).is_file():
         return VectorModules()
     pooling, layers, size = "", list[Layer](), hidden_size
@@ -116,7 +117,7 @@ def _pooling(folder: Path) -> str:
 
 
 def _dense(folder: Path, in_size: int, device: torch.device) -> tuple[Layer, int]:
-    """The layer and the size of its vectors."""
+    """Return the layer and the size of its output vectors."""
     config, path = _object(folder), folder / "model.safetensors"
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if activation not in ACTIVATIONS:

@@ -1,12 +1,12 @@
-"""Pool prompts' hidden states into one vector each, chunk by chunk.
+"""Pools prompts' hidden states into one vector each, chunk by chunk.
 
     last    the hidden state of the prompt's last token
     mean    the mean of those of all its tokens, in float32
     cls     the hidden state of its first token
 
-All are of the states after the final norm, then come the layers that the model's folder has for vectors
-(`engine/pooling/modules.py`). None is normalized: that is the router's. A vector travels as the
-log-probabilities of the one token that its request samples, whose alternatives' values it is.
+All use the states after the final norm; then come the layers that the model's folder has for vectors
+(`engine/pooling/modules.py`). The router normalizes. A vector is returned as log-probabilities of the one token that
+its request samples: as the values of the alternatives.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def add_vectors(
     rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
     end_of: Callable[[int], int], result: StepResult, modules: VectorModules,
 ) -> None:  # fmt: skip
-    """Take a step's hidden states (num_tokens, hidden_size), and add the vectors of prompts that end with it.
+    """Pool a step's hidden states (num_tokens, hidden_size), and add the vectors of prompts that end with the step.
 
-    end_of: where a row's hidden states end.
+    end_of: returns where a row's hidden states end.
     """
     ended: list[int] = []
     vectors: list[Tensor] = []
     for i, (row, request) in enumerate(zip(rows, requests, strict=True)):
         end = end_of(i)
         if request.params.pooling == "mean":
-            # By the row's start: one that is run again, because another row of its step has failed, counts once.
+            # By the row's start: a row that is run again, because another row of its step failed, counts once.
             request.pooled = request.pooled or {}
             request.pooled[row.start] = hidden[end - row.num_tokens : end].sum(dim=0, dtype=torch.float32)
         elif request.params.pooling == "cls" and not row.start:
@@ -50,7 +50,7 @@ def add_vectors(
 
 
 def _vector(request: RequestState, row: ScheduledRow, last: Tensor) -> Tensor:
-    """The pooled states of a prompt whose last row this is. last: that of its last token."""
+    """Return the pooled state of a prompt after its last row. last: the last token's hidden state."""
     if request.params.pooling == "mean":
         total: Tensor = sum(request.pooled.values())
         return total / row.stop
