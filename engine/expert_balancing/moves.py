@@ -58,8 +58,7 @@ class ExpertGroup(Protocol):
     def size(self) -> int: ...
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send rows of x (sum(send), columns) in the order of ranks; returns received ones (sum(receive), columns).
-        """
+        """Send rows of x (sum(send), columns) in the order of ranks; returns received (sum(receive), columns)."""
         ...
 
 

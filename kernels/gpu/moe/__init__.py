@@ -1,1 +1,1 @@
-"""Experts: routing, lists of pairs, grouped GEMMs and GEMVs."""
+"""Kernels of mixtures of experts: routing, lists of pairs, grouped GEMMs and GEMVs."""

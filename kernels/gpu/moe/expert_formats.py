@@ -1,4 +1,4 @@
-"""In which formats grouped kernels read the stacked weights of experts: told by the types of weights and scales.
+"""Formats of experts' stacked weights for grouped kernels, told by the dtypes of weights and scales.
 
     weight (experts, rows, columns)      scales
     16 or 32 bits                        None
@@ -7,7 +7,7 @@
     words of e2m1, int16, columns / 4    uint8 (experts, rows, columns / 32): exponents, as in `kernels.quantization.
                                          mxfp4`, whose rows end in zeros that x may lack
 
-x stays in 16 bits in all of them, so weights are exactly those of a checkpoint.
+x stays in 16 bits in all of them, so the weights are exactly those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from torch import Tensor
 from kernels.quantization.mxfp4 import filled
 from kernels.quantization.w4a16_gemm import chunk_of
 
-WORDS = torch.int16  # of four weights
-MIN_GROUP = 16  # columns: a dot takes no fewer
+WORDS = torch.int16  # of four weights each
+MIN_GROUP = 16  # columns, the least that a dot takes
 MIN_CHUNK = 64  # four nibbles of 16 columns
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """name: whole numbers, or a format of nibbles. group: columns that share a scale, 0: a row does, or nothing.
-
-    words: of a chunk.
+    """A format. name: whole numbers, or a format of nibbles. group: columns that share a scale, 0: no groups. words:
+    per chunk.
     """
 
     name: str
@@ -38,27 +37,27 @@ class ExpertForm:
     has_row_scales: bool
 
     def columns_at_once(self, block_k: int) -> int:
-        """Columns of a step of a kernel's loop: whole chunks, or no more than share a scale."""
+        """Return the columns of a step of a kernel's loop: whole chunks, or at most those that share a scale."""
         if self.words:
             return max(block_k, 4 * self.words)
         return min(block_k, self.group & -self.group) if self.group else block_k
 
     def tile(self, block_n: int, block_k: int) -> tuple[int, int]:
-        """Rows and columns of a step of a GEMV: as many weights, of more rows where a group is narrower."""
+        """Return rows and columns of a GEMV's step: equally many weights, of more rows if groups are narrower."""
         columns = self.columns_at_once(block_k)
         return block_n * max(1, block_k // columns), columns
 
     def num_filled(self, num_columns: int) -> int:
-        """Columns of the weight for an x of so many."""
+        """Return the weight's columns for an x of `num_columns`."""
         return filled(num_columns) if self.name == "e2m1" else num_columns
 
     def scales_of(self, scales: Tensor) -> Tensor:
-        """Scales as kernels read them."""
+        """Return the scales as kernels read them."""
         return scales.view(torch.int32) if self.name == "int4" else scales
 
 
 def form_of(weight: Tensor, scales: Tensor | None) -> ExpertForm:
-    """Raise ValueError for groups that kernels do not take."""
+    """Return the format. Raises ValueError for groups that kernels do not support."""
     if scales is None or (weight.dtype != WORDS and scales.dim() == 2):
         return ExpertForm("whole", 0, 0, scales is not None)
     is_packed, num_columns = weight.dtype == WORDS, columns_of(weight)
@@ -71,7 +70,7 @@ def form_of(weight: Tensor, scales: Tensor | None) -> ExpertForm:
 
 
 def fits(num_columns: int, group: int, is_packed: bool) -> bool:
-    """Whether kernels take rows of so many columns in such groups: a nibble of neighbouring words has one scale."""
+    """Whether kernels support rows of `num_columns` in these groups: a nibble of adjacent words has one scale."""
     if not is_packed:
         return num_columns % group == 0 and (group & -group) >= MIN_GROUP
     chunk = chunk_of(num_columns)
@@ -83,5 +82,5 @@ def columns_of(weight: Tensor) -> int:
 
 
 def bytes_of(weight: Tensor) -> float:
-    """Bytes of one weight, for tables of settings."""
+    """Return the bytes of one weight, for tuning tables."""
     return 0.5 if weight.dtype == WORDS else weight.itemsize

@@ -1,7 +1,7 @@
 """Pairs of a token and one of its experts, listed by expert, so that grouped GEMMs find an expert's rows together.
 
-Pair t * top_k + j is token t and its j-th expert. A program for each expert counts the pairs of those before it, then
-lists its own in their order: no atomics, so that the order is the same every time.
+Pair t * top_k + j is token t and its j-th expert. A program per expert counts the pairs of the experts before it,
+then lists its own pairs in order. Without atomics, the order is always the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
-SORT_BLOCK = 4096  # pairs that a sorting program looks at together
-LARGE_SORT_BLOCK, MANY_PAIRS = 16384, 65536  # the same from so many pairs on
-LEAST_TOKENS = 32  # fewer are sorted by their program: steps of so many are captured, and so compiled, beforehand
+SORT_BLOCK = 4096  # pairs that a sorting program reads at a time
+LARGE_SORT_BLOCK, MANY_PAIRS = 16384, 65536  # the same from MANY_PAIRS pairs on
+LEAST_TOKENS = 32  # fewer use the variant for this many, which is compiled beforehand, since such steps are captured
 
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """order: pairs by expert, int32 (num_pairs,), without those of other ranks. counts: of each, (num_experts,)."""
+    """order: pairs by expert, int32 (num_pairs,), without other ranks'. counts: per expert, (num_experts,)."""
 
     order: Tensor
     counts: Tensor
@@ -30,7 +30,7 @@ class SortedPairs:
 
 @triton.jit
 def list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK: tl.constexpr, CACHE: tl.constexpr):
-    """Count the pairs of experts before this one, then list its own. CACHE: a modifier of loads."""
+    """Count the pairs of earlier experts, then list this expert's. CACHE: a modifier of loads."""
     num_before = 0
     num_mine = 0
     for first in range(0, num_pairs, BLOCK):
@@ -53,20 +53,20 @@ def list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK: tl.c
 def _sort_kernel(
     chosen_ptr, order_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each expert."""
+    """One program per expert."""
     expert = tl.program_id(0)
     wait_for_predecessor(OVERLAPS)
     list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK, "")
 
 
 def sort_block(num_pairs: int) -> int:
-    """Pairs that a program looks at together."""
+    """Return the pairs that a program reads at a time."""
     block: int = min(SORT_BLOCK, triton.next_power_of_2(num_pairs))
     return block
 
 
 def sort_pairs(chosen: Tensor, num_experts: int) -> SortedPairs:
-    """chosen: int32 (num_tokens, top_k), contiguous; -1: an expert of another rank. Pairs of one stay in order."""
+    """Sort chosen int32 (num_tokens, top_k), contiguous; -1: an expert of another rank. Stable within an expert."""
     num_pairs = chosen.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)

@@ -1,4 +1,4 @@
-"""Settings of grouped kernels of experts, as `kernels/gpu/tuning.py` has those of other kernels."""
+"""Tuned settings of grouped kernels of experts, like `kernels/gpu/tuning.py` for other kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from kernels.gpu.tuning import Rule, Table, above, at_most, between
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """block_m pairs of an expert times block_n of its rows of W, both of the gate and of up where there is one.
+    """A tile: block_m pairs of an expert times block_n of its rows of W, with a gate those of gate and up together.
 
-    num_warps: that multiply. programs_per_sm: for how many registers and shared memory are divided.
+    num_warps: consumer warps, which multiply. programs_per_sm: programs that share a multiprocessor's registers and
+    shared memory.
     """
 
     block_m: int
@@ -40,7 +41,7 @@ DOWN_PAIRS: Table[GemvConfig] = Table(
     Rule(GemvConfig(32, 256, num_warps=2, num_stages=3), itemsize=FOUR_BITS),
     Rule(GemvConfig(8, 256, num_warps=4, num_stages=5)),
 )
-# The most pairs, and pairs of an expert: when more share an expert, tiles read its weights once.
+# The most pairs, and pairs per expert: if more share an expert, tiles read its weights once.
 MAX_PAIRS: Table[tuple[int, float]] = Table(Rule((64, 1 / 2), itemsize=FOUR_BITS), Rule((32, 1 / 4)))
 GATE_UP_ROW: Table[GemvConfig] = Table(
     Rule(GemvConfig(32, 512, num_warps=4, num_stages=3), itemsize=FOUR_BITS),
@@ -61,7 +62,7 @@ DOWN_ROW: Table[GemvConfig] = Table(
 # pairs first and not columns, down with 128 of them instead of 256: 2,861 and 1,885. Its chunks are of 128 columns.
 FOUR_BYTE_TILES = TileConfig(64, 32, num_stages=3, block_m=32)
 BYTES = at_most(1)
-VERY_FEW_PAIRS, FEW_PAIRS, SOME_PAIRS = at_most(0.5), at_most(4), at_most(32)  # of an expert
+VERY_FEW_PAIRS, FEW_PAIRS, SOME_PAIRS = at_most(0.5), at_most(4), at_most(32)  # per expert
 GROUPED_GATE_UP: Table[TileConfig] = Table(
     Rule(FOUR_BYTE_TILES, itemsize=above(2)),
     Rule(TileConfig(64, 256, num_stages=3, block_m=8), itemsize=BYTES, pairs_per_expert=FEW_PAIRS),
@@ -147,7 +148,7 @@ PACKED_DOWN: Table[ExpertTile] = Table(
 )
 
 # e4m3 experts whose x is quantized, too; with fewer pairs x stays in 16 bits. us of 16,384 tokens: gate_up 955, down
-# 657, quantizing what is between 80; x in 16 bits, float16 in tensor cores: see docs/performance_log.md.
+# 657, quantization in between 80; x in 16 bits, float16 in tensor cores: see docs/performance_log.md.
 E4M3_GATE_UP: Table[TileConfig] = Table(
     Rule(
         TileConfig(64, 128, num_stages=4, block_m=64, columns_first=True, by_descriptor=True),

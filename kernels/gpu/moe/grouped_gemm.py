@@ -1,19 +1,19 @@
-"""Grouped GEMMs of a mixture of experts on a GPU: rows of x, each times the weight of an expert that it chose.
+"""Grouped GEMMs of a mixture of experts on a GPU: each row of x times the weight of an expert that it chose.
 
     gate_up   h_p = silu(W_gate[e] x_t) * (W_up[e] x_t)      for each pair p = (token t, its j-th expert e)
     down      y_jt = share_p W_down[e] h_p
 
-Each may have a bias, and the gate may be the clamped one of `engine/moe/stacked_moe.py`.
+Both may have a bias, and the gate may be the clamped one of `engine/moe/stacked_moe.py`.
 
-Pairs are numbered t * top_k + j; those of experts that another rank holds are left out. With many of them,
-`sort_pairs` (`kernels/gpu/moe/expert_pairs.py`) puts those of one expert next to each other, and a program takes a
-tile of an expert's pairs and of its columns: no rows are moved or padded in memory, the tile's x is gathered by pair.
-Of up to 16 tokens, an expert's tile has a row for each, chosen or not, and nothing is sorted; for fewer still there
-is `kernels/gpu/moe/grouped_gemv.py`. The grid depends on the number of pairs alone, so a step can be captured;
-programs without a tile return.
+Pairs are numbered t * top_k + j; those of experts on other ranks are left out. If there are many, `sort_pairs`
+(`kernels/gpu/moe/expert_pairs.py`) lists them by expert, and a program computes a tile of an expert's pairs and of
+its columns. No rows are moved or padded in memory, since a tile gathers x by pair. For up to 16 tokens, an expert's
+tile has a row for each token, chosen or not, and nothing is sorted; for even fewer there is
+`kernels/gpu/moe/grouped_gemv.py`. The grid depends only on the number of pairs, so a step can be captured; programs
+without a tile return.
 
-y is left as top_k partial sums of each token for the next norm to add (`add_rms_norm_of_partials`), in the order of
-the token's experts: a token's result does not depend on the tokens beside it.
+y is left as top_k partial sums per token, in the order of the token's experts, which the next norm adds
+(`add_rms_norm_of_partials`). A token's result does not depend on the other tokens.
 
 Reference: `engine/moe/moe.py`.
 """
@@ -36,12 +36,12 @@ from kernels.gpu.moe.grouped_words import packed_tile
 from kernels.gpu.quantization.nibbles import as_compute
 from kernels.quantization.quantized_gemm import FP8_DTYPE
 
-MAX_UNSORTED = 16  # tokens, which fill no more than the smallest tile
+MAX_UNSORTED = 16  # tokens that fit into the smallest tile
 
 
 @triton.jit
 def _tile_of(counts_ptr, order_ptr, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, pairs (BLOCK_M,), whether each exists) of a tile; expert NUM_EXPERTS for those after the last."""
+    """Return a tile's (expert, pairs (BLOCK_M,), whether each exists); expert NUM_EXPERTS after the last tile."""
     experts = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
@@ -57,17 +57,17 @@ def _tile_of(counts_ptr, order_ptr, tile, NUM_EXPERTS: tl.constexpr, EXPERTS: tl
 
 @triton.jit
 def _tokens_of(chosen_ptr, expert, num_tokens, TOP_K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(pairs (BLOCK_M,), whether each exists) of an expert whose row m is token m: one tile holds all tokens."""
+    """Return an expert's (pairs (BLOCK_M,), whether each exists). Row m is token m: one tile holds all tokens."""
     tokens, places = tl.arange(0, BLOCK_M), tl.arange(0, CHOICES)
     is_there = (tokens < num_tokens)[:, None] & (places < TOP_K)[None, :]
     chosen = tl.load(chosen_ptr + tokens[:, None] * TOP_K + places[None, :], mask=is_there, other=-1)
-    matches = (chosen == expert).to(tl.int32)  # a token chooses an expert once
+    matches = (chosen == expert).to(tl.int32)  # a token chooses an expert at most once
     return tokens * TOP_K + tl.sum(matches * places[None, :], axis=1), tl.sum(matches, axis=1) > 0
 
 
 @triton.jit
 def weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
-    """Row of each pair in (top_k * num_tokens) partial sums, and its expert's share."""
+    """Return each pair's row in (top_k * num_tokens) partial sums, and its expert's share."""
     return (pairs % TOP_K) * num_tokens + pairs // TOP_K, tl.load(shares_ptr + pairs, mask=exists, other=0.0)
 
 
@@ -75,12 +75,12 @@ def weighted_places(pairs, shares_ptr, exists, num_tokens, TOP_K: tl.constexpr):
 def _add_dot(
     weight, x, total, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """`total` and a tile's products, which have the scale of their columns' GROUP, if they have one."""
+    """Add a tile's products to `total`, scaled by columns' GROUP if there are groups."""
     if GROUP == 0:
         total = tl.dot(weight.to(COMPUTE), x, total, input_precision="ieee")
     else:
         scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)[:, None]
-        if x.shape[1] > 32:  # scaled sums beside those of all columns would not fit the registers
+        if x.shape[1] > 32:  # scaled sums in addition to the total would not fit the registers
             total = tl.dot((weight.to(tl.float32) * scale).to(COMPUTE), x, total, input_precision="ieee")
         else:
             total += scale * tl.dot(weight.to(COMPUTE), x, input_precision="ieee")
@@ -98,10 +98,10 @@ def _grouped_kernel(
     WORDS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """GATED: x has a row for each token, out one for each pair. Else x has one for each pair, out holds partials.
+    """GATED: x has a row per token, out one per pair. Otherwise x has one per pair, and out holds partials.
 
-    COLUMNS_FIRST: programs of one tile of pairs are neighbours. x_scales_ptr: None for x that is not quantized.
-    boxes: the weights of all experts as one matrix, where HAS_BOXES.
+    COLUMNS_FIRST: programs of one tile of pairs are adjacent. x_scales_ptr: None if x is not quantized. boxes: with
+    HAS_BOXES, the weights of all experts as one matrix.
     """
     wait_for_predecessor(OVERLAPS)
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -111,7 +111,7 @@ def _grouped_kernel(
         expert, pairs, has_row = _tile_of(counts_ptr, order_ptr, tile, NUM_EXPERTS, EXPERTS, BLOCK_M)
         if expert >= NUM_EXPERTS:
             return
-    else:  # order_ptr: the choices of all tokens
+    else:  # order_ptr holds the choices of all tokens
         expert = tile
         pairs, has_row = _tokens_of(order_ptr, expert, num_tokens, TOP_K, CHOICES, BLOCK_M)
         if tl.sum(has_row.to(tl.int32)) == 0:
@@ -133,7 +133,7 @@ def _grouped_kernel(
                 x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None], other=0.0))
             else:
                 x = tl.trans(tl.load(x_at + ks[None, :], mask=has_row[:, None] & (ks < K)[None, :], other=0.0))
-            if HAS_BOXES:  # rows beyond the expert's are not stored
+            if HAS_BOXES:  # rows after the expert's are not stored
                 weight = boxes.load([first_row, first])
             elif EVEN:
                 weight = tl.load(weight_at + ks[None, :])
@@ -179,7 +179,7 @@ def _grouped_kernel(
 
 
 def _compute_dtype(x: Tensor, weight: Tensor) -> tl.dtype:
-    """What dots are computed in: x's type, but float16 for weights of 8 bits, which become it in one step."""
+    """Return the dtype of dots: x's, but float16 for 8-bit weights, which convert to it in one instruction."""
     if x.dtype == torch.float32:
         return tl.float32
     if x.dtype == FP8_DTYPE:
@@ -188,7 +188,7 @@ def _compute_dtype(x: Tensor, weight: Tensor) -> tl.dtype:
 
 
 def takes_boxes(x: Tensor, weight: Tensor, config: TileConfig) -> bool:
-    """Whether weights come through a tensor descriptor: by TMA, without threads or registers."""
+    """Whether weights are loaded through a tensor descriptor: by TMA, without threads or registers."""
     is_wanted = config.by_descriptor and weight.dtype == x.dtype and weight.shape[-1] * weight.itemsize % 16 == 0
     return is_wanted and (x.device.type == "cpu" or overlaps_launches(x))
 
@@ -198,16 +198,16 @@ def grouped_gemm(
     shares: Tensor | None = None, scales: Tensor | None = None, bias: Tensor | None = None,
     gate: tuple[float, float] = SILU, x_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """GEMMs of many pairs.
+    """Compute grouped GEMMs of many pairs.
 
     Without shares, gate_up: x (num_tokens, in), weight (num_experts, 2 n, in), gate first -> (num_pairs, n).
     With shares, float32 (num_tokens, top_k), down: x (num_pairs, in), weight (num_experts, n, in) -> partial sums
     (top_k, num_tokens, n). Columns of x have stride 1; weights are contiguous.
+
     Weights of 8 and 4 bits have scales, see `form_of`. bias: (num_experts, rows) or None. gate: alpha and limit of
-    `clamped_times`, for gate_up. pairs: sorted, or of up to MAX_UNSORTED tokens the choices as they are, int32
-    (num_tokens, top_k), contiguous.
-    x_scales: float32, of the rows of an e4m3 x, whose weights are e4m3 with scales of their rows. dtype: of the
-    output; None: as x.
+    `clamped_times`, for gate_up. pairs: sorted; or for up to MAX_UNSORTED tokens their choices, int32 (num_tokens,
+    top_k), contiguous. x_scales: float32, of the rows of an e4m3 x; weights are then e4m3 with scales of rows. dtype:
+    of the output; None: that of x.
     """
     form = form_of(weight, scales)
     if x_scales is not None and (weight.dtype != x.dtype or not form.has_row_scales):
@@ -217,12 +217,12 @@ def grouped_gemm(
     num_pairs = num_tokens * top_k
     block_k = form.columns_at_once(config.block_k)
     if form.words and k % block_k:
-        block_k = 4 * form.words  # without a step that is partly empty
+        block_k = 4 * form.words  # so that no step is partly empty
     smallest = min(MAX_UNSORTED, config.block_m)
     if isinstance(pairs, SortedPairs):
         order, counts = pairs.order, pairs.counts
         block_m = max(smallest, min(config.block_m, triton.next_power_of_2(num_tokens)))
-        num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)  # an expert's last is partly empty
+        num_tiles = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)  # an expert's last may not be full
     else:
         if num_tokens > MAX_UNSORTED:
             raise ValueError(f"{num_tokens} tokens: more than {MAX_UNSORTED} must be sorted")
@@ -268,7 +268,7 @@ def _sum_kernel(
 
 
 def sum_of_held(parts: Tensor, chosen: Tensor) -> Tensor:
-    """Add up (top_k, num_tokens, n), without those of experts that other ranks hold. Returns (num_tokens, n)."""
+    """Sum up (top_k, num_tokens, n), without experts of other ranks. Returns (num_tokens, n)."""
     top_k, num_tokens, n = parts.shape
     out = torch.empty(num_tokens, n, dtype=parts.dtype, device=parts.device)
     block = min(1024, triton.next_power_of_2(n))
@@ -283,7 +283,7 @@ def sum_of_held(parts: Tensor, chosen: Tensor) -> Tensor:
 def output_of(
     x: Tensor, weight: Tensor, shares: Tensor | None, top_k: int, form: ExpertForm, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, int, int, int]:
-    """(output, n, k, number of tokens). dtype: None: as x."""
+    """Return (output, n, k, number of tokens). dtype: None: that of x."""
     dtype = dtype or x.dtype
     k = columns_of(weight)
     if not weight.is_contiguous() or k not in (x.shape[1], form.num_filled(x.shape[1])):

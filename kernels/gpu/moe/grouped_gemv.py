@@ -1,7 +1,7 @@
-"""Experts of few rows on a GPU: GEMVs of pairs of a token and an expert, without sorting them.
+"""Experts of few rows on a GPU: GEMVs of pairs of a token and an expert, without sorting.
 
-    gate_up, down    as `kernels/gpu/moe/grouped_gemm.py`, each pair's columns by programs of their own
-    one row's down   residual += sum_j share_j W_down[e_j] h_j, all of the row's experts by the same program
+    gate_up, down    as in `kernels/gpu/moe/grouped_gemm.py`; each program computes columns of one pair
+    one row's down   residual += sum_j share_j W_down[e_j] h_j, with all of the row's experts in one program
 
 Weights stream through registers, without tensor cores. Reference: `engine/moe/moe.py`.
 """
@@ -31,7 +31,7 @@ from kernels.gpu.moe.grouped_words import packed_row
 
 @triton.jit
 def _scaled(weight, scales_ptr, weight_rows, has_scale, K, first, GROUP: tl.constexpr):
-    """A tile (rows..., columns) as float32, with the scale of its columns' GROUP, if they have one."""
+    """Convert a tile (rows..., columns) to float32, scaled by columns' GROUP if there are groups."""
     scaled = weight.to(tl.float32)
     if GROUP > 0:
         scale = tl.load(scales_ptr + weight_rows * (K // GROUP) + first // GROUP, mask=has_scale, other=0.0)
@@ -48,14 +48,14 @@ def _pair_kernel(
     GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """As `_grouped_kernel`, one pair a program. HAS_NORM: x is a residual, of which the RMS norm is taken."""
+    """As `_grouped_kernel`, with one pair per program. HAS_NORM: x is a residual, whose RMS norm is computed."""
     pair = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
     wait_first(OVERLAPS)
-    let_successor_start(OVERLAPS)  # which reads `chosen` before it waits for this kernel
+    let_successor_start(OVERLAPS)  # it reads `chosen` before it waits for this kernel
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
-    if expert < 0:  # another rank has it
+    if expert < 0:  # on another rank
         return
     x_at = x_ptr + (pair // TOP_K if GATED else pair).to(tl.int64) * x_stride
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -127,9 +127,9 @@ def _row_down_kernel(
 ):  # fmt: skip
     """CHOICES: TOP_K, padded to a power of two.
 
-    The kernel before is the row's `_pair_kernel`, which lets this one start when `chosen` is there.
+    The previous kernel is the row's `_pair_kernel`, which starts this one once `chosen` is complete.
     """
-    SLICES: tl.constexpr = 1 if FORMAT == "whole" else BLOCK_K // (4 * WORDS)  # of K of an expert
+    SLICES: tl.constexpr = 1 if FORMAT == "whole" else BLOCK_K // (4 * WORDS)  # of K, per expert
     places = tl.arange(0, CHOICES * SLICES) // SLICES
     is_chosen = places < TOP_K
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -166,7 +166,7 @@ def _row_down_kernel(
         y_of *= tl.load(scales_ptr + weight_rows)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + weight_rows).to(tl.float32)
-        if SLICES > 1:  # whose sums add up to an expert's
+        if SLICES > 1:  # slices' sums add up to an expert's
             bias = tl.where((tl.arange(0, CHOICES * SLICES) % SLICES == 0)[:, None], bias, 0.0)
         y_of += bias
     y = tl.sum(y_of * shares[:, None], axis=0)
@@ -179,9 +179,9 @@ def grouped_gemv(
     norm: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None, bias: Tensor | None = None,
     gate: tuple[float, float] = SILU,
 ) -> Tensor:  # fmt: skip
-    """`grouped_gemm` of few pairs. chosen: int32 (num_tokens, top_k), contiguous.
+    """Compute `grouped_gemm` for few pairs. chosen: int32 (num_tokens, top_k), contiguous.
 
-    norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between; for gate_up.
+    norm: weight (in,) of the RMS norm of x with `eps`, without rounding in between; for gate_up.
     """
     form = form_of(weight, scales)
     out, n, k, num_tokens = output_of(x, weight, shares, top_k, form)

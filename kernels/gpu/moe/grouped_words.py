@@ -1,7 +1,6 @@
 """Loops of grouped kernels over words of 4-bit weights: tiles of many rows, and one row with K sliced over warps.
 
-What a chunk of columns adds is `kernels/gpu/quantization/nibbles.py`'s; which rows and weights, the kernels that call
-say.
+`kernels/gpu/quantization/nibbles.py` computes a chunk of columns; the calling kernels choose rows and weights.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from kernels.gpu.quantization.nibbles import chunk_products, chunk_sums, split_r
 
 @triton.jit
 def _quarter(x_at, columns, has_x, X_COLUMNS: tl.constexpr):
-    """Columns of rows of x, transposed: x of one nibble of a chunk. X_COLUMNS: see `packed_tile`."""
+    """Load columns of rows of x, transposed, for one nibble of a chunk. X_COLUMNS: see `packed_tile`."""
     if X_COLUMNS > 0:
         has_x = has_x & (columns < X_COLUMNS)
     return tl.trans(tl.load(x_at + columns, mask=has_x, other=0.0))
@@ -26,14 +25,15 @@ def packed_tile(
     GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, CHUNKS: tl.constexpr,
     EVEN: tl.constexpr, X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles (columns, rows) of packed weights times rows of x: `weight_rows` and, GATED, those `up` further.
+    """Multiply packed weights by rows of x: (columns, rows) for `weight_rows`, and if GATED for those `up` further
+    on.
 
-    x_at: (rows, 1). weight_rows: int64 (columns,), which are there where `inside`. CHUNKS: of a step of the loop.
-    X_COLUMNS: of x where it has fewer than the weights; 0: as many.
+    x_at: (rows, 1). weight_rows: int64 (columns,), which exist where `inside`. CHUNKS: per step of the loop.
+    X_COLUMNS: of x if it has fewer than the weights; 0: equally many.
     """
     CHUNK: tl.constexpr = 4 * WORDS
     GROUPS: tl.constexpr = CHUNK // GROUP
-    MANY_ROWS: tl.constexpr = x_at.shape[0] > max(16, GROUP // 4)  # scaling weights takes less than scaling sums
+    MANY_ROWS: tl.constexpr = x_at.shape[0] > max(16, GROUP // 4)  # scaling weights is then cheaper than scaling sums
     num_chunks = K // CHUNK
     offsets = tl.arange(0, WORDS)[None, :]
     word_at = words_ptr + weight_rows[:, None] * (num_chunks * WORDS) + offsets
@@ -79,11 +79,11 @@ def packed_row(
     CHUNKS: tl.constexpr, EVEN: tl.constexpr, X_COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Packed weights times one row of x, or one in each part: sums (parts, columns), those of `up`, squares of x.
+    """Multiply packed weights by one row of x, or one per part: sums (parts, columns), those of `up`, squares of x.
 
-    A part takes every CHUNKS-th chunk from its `chunk_ids`, (parts,), on: K sliced over warps. x_at: (parts,).
-    weight_rows, inside: (parts, columns), and X_COLUMNS, see `packed_tile`. HAS_NORM: x is multiplied by the norm's
-    weight.
+    A part takes every CHUNKS-th chunk from its `chunk_ids`, (parts,), on: K is sliced over warps. x_at: (parts,).
+    weight_rows, inside: (parts, columns), see `packed_tile`, as for X_COLUMNS. HAS_NORM: x is multiplied by the
+    norm's weight.
     """
     CHUNK: tl.constexpr = 4 * WORDS
     GROUPS: tl.constexpr = CHUNK // GROUP

@@ -1,8 +1,8 @@
-"""How a token chooses its experts on a GPU: `engine/moe/routing.py` in one kernel.
+"""Routing of tokens to experts on a GPU: `engine/moe/routing.py` in one kernel.
 
-One program per token. Scores are float32; of equal ones the first is taken. Shared experts, which every token takes,
-stand after the others: so they are pairs of a token and an expert as all are. Their share is one, or the sigmoid of
-a logit of their own.
+One program per token. Scores are float32; ties go to the first expert. Shared experts, which every token takes,
+follow the routed ones, so they form pairs of a token and an expert like all others. Their share is one, or the
+sigmoid of a separate logit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
-NOTHING = tl.constexpr(1e-20)  # keeps a sum of sigmoids that are all zero from dividing by zero
+NOTHING = tl.constexpr(1e-20)  # prevents division by zero where all sigmoids are zero
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _within_best_groups(
     ranking, experts, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, GROUP_TOP: tl.constexpr,
 ):  # fmt: skip
-    """The ranking with minus infinity outside of the groups whose GROUP_TOP best experts have the greatest sums."""
+    """Set the ranking to minus infinity outside of the groups with the greatest sums of GROUP_TOP experts."""
     groups = tl.arange(0, GROUPS)
     is_member = experts[None, :] // (NUM_EXPERTS // NUM_GROUPS) == groups[:, None]
     left = tl.where(is_member, ranking[None, :], float("-inf"))
@@ -95,14 +95,14 @@ def route(
     factor: float = 1.0, num_groups: int = 1, num_chosen_groups: int = 1, group_top: int = 1, num_shared: int = 0,
     held: range | None = None, gates_shared: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Shares, float32, and experts, int32, of each token: (num_tokens, top_k + num_shared) each.
+    """Return shares, float32, and experts, int32, of each token: (num_tokens, top_k + num_shared) each.
 
-    logits: (num_tokens, num_experts + gates_shared), contiguous. is_softmax: else scores are sigmoids. normalizes:
-    the shares of a token add up to one, before `factor`. bias: float32 (num_experts,), of the choice alone. With
-    groups, only experts of the best num_chosen_groups are chosen, by the sums of their group_top best. held: the
-    experts of this rank, by default all: those chosen are numbered from its first on, others are -1. num_shared:
-    experts after those held that every token takes with a share of one, or with gates_shared of its last logit's
-    sigmoid.
+    logits: (num_tokens, num_experts + gates_shared), contiguous. is_softmax: otherwise scores are sigmoids.
+    normalizes: a token's shares add up to one, before `factor`. bias: float32 (num_experts,), for the choice only.
+    With groups, experts are chosen only from the best num_chosen_groups, by the sums of their group_top best. held:
+    this rank's experts, by default all: chosen ones are numbered from its first on, others are -1. num_shared:
+    experts after those held that every token takes with a share of one, or with gates_shared the sigmoid of its last
+    logit.
     """
     num_tokens, num_experts = logits.shape[0], logits.shape[1] - gates_shared
     if not logits.is_contiguous():

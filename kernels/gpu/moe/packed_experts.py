@@ -1,7 +1,6 @@
-"""Grouped GEMMs of experts of 4 bits on Hopper, where dequantization overlaps with the tensor cores.
+"""Grouped GEMMs of 4-bit experts on Hopper, which overlap dequantization with the tensor cores.
 
-`grouped_gemm` serves other GPUs and layouts.
-Kernel: `packed_experts_kernel.py`.
+Other GPUs and layouts use `grouped_gemm`. Kernel: `packed_experts_kernel.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from kernels.gpu.moe.grouped_gemm import output_of
 from kernels.gpu.moe.packed_experts_kernel import PRODUCERS, STEP, TURN, WORDS, box_of, experts_kernel
 
 MAX_STAGES = 8
-SHARED_BYTES = 232_448  # of a multiprocessor
-OTHER_BYTES = 2048  # of a program, for what is no stage
-REGISTERS = 65_536  # of a multiprocessor
+SHARED_BYTES = 232_448  # per multiprocessor
+OTHER_BYTES = 2048  # of a program, besides its stages
+REGISTERS = 65_536  # per multiprocessor
 ALIGNMENT = 16  # bytes, of rows
 
 
 def takes_packed(x: Tensor, weight: Tensor, scales: Tensor | None) -> bool:
-    """Whether the GPU, the types and the layout of weights fit."""
+    """Whether GPU, dtypes and layout are supported."""
     if scales is None:
         return False
     is_aligned = x.data_ptr() % ALIGNMENT == x.stride(0) * x.itemsize % ALIGNMENT == 0
@@ -38,7 +37,7 @@ def takes_packed(x: Tensor, weight: Tensor, scales: Tensor | None) -> bool:
 
 
 def tile_of(weight: Tensor, scales: Tensor, is_gated: bool, load: float) -> ExpertTile | None:
-    """For so many pairs of an expert, in the mean. None: `grouped_gemm` is faster."""
+    """Return the tile for the mean number of pairs per expert; None if `grouped_gemm` is faster."""
     form, table = form_of(weight, scales), PACKED_GATE_UP if is_gated else PACKED_DOWN
     scale_words = 1 if form.name == "e2m1" else STEP.value // form.group
     return table.find(pairs_per_expert=load, columns=columns_of(weight), scale_words=scale_words)
@@ -48,11 +47,11 @@ def packed_experts(
     x: Tensor, weight: Tensor, pairs: SortedPairs, tile: ExpertTile, top_k: int, shares: Tensor | None,
     scales: Tensor, bias: Tensor | None, gate: tuple[float, float] = SILU,
 ) -> Tensor:  # fmt: skip
-    """As `grouped_gemm`, where `takes_packed`."""
+    """Compute `grouped_gemm` for arguments that `takes_packed`."""
     form, is_gated = form_of(weight, scales), shares is None
     out, n, k, num_tokens = output_of(x, weight, shares, top_k, form)
     num_experts, num_pairs = weight.shape[0], num_tokens * top_k
-    num_tiles = min(num_pairs, triton.cdiv(num_pairs, tile.block_m) + num_experts)  # an expert's last is partly empty
+    num_tiles = min(num_pairs, triton.cdiv(num_pairs, tile.block_m) + num_experts)  # an expert's last may not be full
     stage_bytes = 2 * (tile.block_m * STEP.value + tile.block_n * WORDS.value)
     num_stages = min(MAX_STAGES, (SHARED_BYTES // tile.programs_per_sm - OTHER_BYTES) // stage_bytes)
     num_threads = 32 * (tile.num_warps + PRODUCERS.value)
@@ -68,7 +67,7 @@ def packed_experts(
 
 
 def _boxes(weight: Tensor, rows: int, is_gated: bool) -> TensorDescriptor:
-    """Boxes of a step of so many rows of W. Of gated ones TURN of W_gate and as many of W_up take turns."""
+    """Return boxes of `rows` rows of W per step; gated ones alternate TURN rows of W_gate and of W_up."""
     if is_gated:
         num_experts, both, words = weight.shape
         weight = weight.view(num_experts, 2, both // 2 // TURN.value, TURN.value, words).transpose(1, 2)

@@ -1,9 +1,9 @@
 """The kernel of `packed_experts`, in Gluon: producer warps load weights by TMA and gather x, consumer warps multiply.
 
 A program multiplies a tile: up to BLOCK_M pairs of an expert, and BLOCK_N of its rows of W. While the tensor cores
-multiply a part of a step of K, the next part is dequantized: Triton waits for a wgmma with an operand in registers.
-With a gate, 8 rows of W_gate and the same 8 of W_up take turns in a tile. A thread holds rows of a wgmma's operand
-that are 8 apart, so it gets both products of an output.
+multiply one part of a K step, the next part is dequantized; Triton would wait for a wgmma with an operand in
+registers. With a gate, a tile alternates 8 rows of W_gate and the same 8 of W_up. A thread holds rows of a wgmma's
+operand that are 8 apart, so it gets both products of an output.
 
 Layout of weights: `kernels/quantization/w4a16_gemm.py`, `kernels/quantization/mxfp4.py`.
 """
@@ -31,10 +31,10 @@ from kernels.gpu.quantization.packed_parts import dequantize_part
 from kernels.gpu.quantization.row_scales import column_of, scales_layout
 from kernels.quantization.mxfp4 import SHIFTS
 
-STEP = gl.constexpr(128)  # columns of a step of K: a chunk
-WORDS = gl.constexpr(32)  # of a row of W in a step
-BOX = gl.constexpr(64)  # columns of x that are 128 bytes of shared memory
-TURN = gl.constexpr(8)  # rows of W_gate, then of W_up
+STEP = gl.constexpr(128)  # columns of a K step: one chunk
+WORDS = gl.constexpr(32)  # per row of W and step
+BOX = gl.constexpr(64)  # columns of x in 128 bytes of shared memory
+TURN = gl.constexpr(8)  # alternating rows of W_gate and of W_up
 PRODUCERS = gl.constexpr(4)  # warps
 
 
@@ -53,7 +53,7 @@ def stages_of_boxes(rows: int, is_gated: bool, num_stages: int) -> list[int]:
 def dequantizing_e2m1(part: int) -> str:
     """Return assembly that multiplies two e2m1 in words $1 by two bfloat16 2^(e - 1), $2.
 
-    The bits of q where a bfloat16 has them are q 2^-126.
+    The bits of q, placed in a bfloat16, are q 2^-126.
     """
     sign, others = SHIFTS[part]
     lines = [".reg .b32 s, t;", f"shr.b32 t, $1, {others - 6};" if others >= 6 else f"shl.b32 t, $1, {6 - others};"]
@@ -63,15 +63,15 @@ def dequantizing_e2m1(part: int) -> str:
 
 @triton.constexpr_function
 def producer_registers(block_m: int) -> int:
-    """Return a producer's registers, of which its pointers to x take more in large tiles; consumers have the rest."""
+    """Return a producer's registers, more for large tiles with more pointers to x; consumers get the rest."""
     return 24 if block_m <= 64 else 48
 
 
 @gluon.jit
 def _tile_of(counts_ptr, tile, NUM_EXPERTS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """(expert, place of the first of its pairs, number of pairs) of a tile; no pairs after the last one."""
+    """Return a tile's (expert, place of its first pair, number of pairs); no pairs after the last tile."""
     EXPERTS: gl.constexpr = max(32, triton.next_power_of_2(NUM_EXPERTS))
-    LAYOUT: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0])  # all of them in each warp
+    LAYOUT: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0])  # every warp holds all
     experts = gl.arange(0, EXPERTS, LAYOUT)
     counts = gl.load(counts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
@@ -84,7 +84,7 @@ def _tile_of(counts_ptr, tile, NUM_EXPERTS: gl.constexpr, BLOCK_M: gl.constexpr)
 
 @gluon.jit
 def _column_of(rows, block, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Column of the output of a tile's rows of W."""
+    """Return the output columns of a tile's rows of W."""
     if GATED:
         columns = block * (BLOCK_N // 2) + rows // (2 * TURN) * TURN + rows % TURN
     else:
@@ -94,7 +94,7 @@ def _column_of(rows, block, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _row_of(rows, columns, expert, N, GATED: gl.constexpr):
-    """Rows of all experts' W of a tile's rows, of these columns of the output."""
+    """Return the rows in all experts' W of a tile's rows, for these output columns."""
     if GATED:
         of_weight = (expert * 2 + rows // TURN % 2) * N + columns
     else:
@@ -107,7 +107,7 @@ def _produce(
     x_ptr, words_desc, order_ptr, x_smem, words_smem, ready, empty, expert, first, count, block, x_stride, num_steps,
     X_COLUMNS: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load a tile's steps. A stage is `ready` when its weights and every thread's part of x have arrived."""
+    """Load a tile's steps. A stage is `ready` once its weights and every thread's part of x have arrived."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [PRODUCERS, 1], [1, 0])
     rows = gl.arange(0, x_smem.shape[1], gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, BOX, gl.SliceLayout(0, LAYOUT))
@@ -135,11 +135,11 @@ def _produce(
 
 @gluon.jit
 def _dequantize(words, scales, FORMAT: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr):
-    """Weights of part PART of a step as bfloat16, (BLOCK_N, WORDS)."""
+    """Return the weights of part PART of a step as bfloat16, (BLOCK_N, WORDS)."""
     LAYOUT: gl.constexpr = words.type.layout
     if FORMAT == "e2m1":
         exponents = column_of(scales, 0, LAYOUT) >> 8 * PART & 255
-        power = exponents * 0x800080 + 0x3F003F00  # 2^(e - 1), twice
+        power = exponents * 0x800080 + 0x3F003F00  # two copies of 2^(e - 1)
         weights = gl.inline_asm_elementwise(
             dequantizing_e2m1(PART), "=r,r,r,r", [words, power], dtype=gl.bfloat16, is_pure=True, pack=2
         )
@@ -163,7 +163,7 @@ def _consume(
     BOXES: gl.constexpr = STEP // BOX
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, k_width=2)
-    SCALES: gl.constexpr = 1 if FORMAT == "e2m1" else STEP // GROUP  # words of a row in a step
+    SCALES: gl.constexpr = 1 if FORMAT == "e2m1" else STEP // GROUP  # words per row and step
     OF_SCALES: gl.constexpr = scales_layout(BLOCK_N, SCALES, gl.num_warps())
     rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, OF_SCALES))
     columns = _column_of(rows, block, GATED, BLOCK_N)
@@ -175,12 +175,12 @@ def _consume(
     phase = 0
     before = 0
     begin = 0
-    # A loop of one turn: after zeros right before the loop over steps `ptxas` would wait for each wgmma.
+    # A loop of one iteration: with zeroed sums right before the loop over steps, `ptxas` would wait for each wgmma.
     while begin < num_steps:
         scales = gl.load(scales_at, mask=inside, other=0)
         for step in range(num_steps):
             mbarrier.wait(ready.index(stage), phase)
-            fence_async_shared()  # x was not written by TMA
+            fence_async_shared()  # x is not written by TMA
             words = words_smem.index(stage).load(WEIGHTS)
             following = gl.load(scales_at + gl.minimum(step + 1, num_steps - 1) * SCALES, mask=inside, other=0)
             for part in gl.static_range(STEP // WORDS):
@@ -190,7 +190,7 @@ def _consume(
                 adds = (step > 0) if part == 0 else True
                 total = warpgroup_mma(weights, x, total, use_acc=adds, is_async=True)
                 total = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[total]))
-                if part == 0:  # every wgmma of the step before has ended
+                if part == 0:  # every wgmma of the previous step has ended
                     mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
             scales = following
             before = stage
@@ -230,7 +230,7 @@ def experts_kernel(
     HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, X_COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """X_COLUMNS: of x, which may have fewer than num_steps steps of K. BLOCK_N: rows of W of a tile."""
+    """X_COLUMNS: of x, which may have fewer than num_steps K steps. BLOCK_N: rows of W per tile."""
     gdc_launch_dependents()
     gdc_wait()
     block = gl.program_id(0)

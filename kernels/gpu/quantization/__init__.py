@@ -1,1 +1,1 @@
-"""GEMMs over weights of 8 and 4 bits, and quantization of activations."""
+"""GEMMs of quantized weights of 2 to 8 bits, and quantization of activations."""

@@ -1,4 +1,4 @@
-"""Dequantize packed int4 weights of any width for cuBLAS. Layout: `kernels/quantization/w4a16_gemm.py`."""
+"""Dequantizes packed int4 weights of any width for cuBLAS. Layout: `kernels/quantization/w4a16_gemm.py`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from kernels.gpu.quantization.nibbles import scale_and_zero
 from kernels.quantization.w4a16_gemm import PackedW4
 
-BLOCK = 256  # words of a program
+BLOCK = 256  # words per program
 
 
 @triton.jit
 def _dequantize_kernel(
     words_ptr, pairs_ptr, out_ptr, num_words, GROUP: tl.constexpr, PER_CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """PER_CHUNK: words of a chunk."""
+    """PER_CHUNK: words per chunk."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_words
@@ -33,7 +33,7 @@ def _dequantize_kernel(
 
 
 def dequantize(packed: PackedW4, dtype: torch.dtype) -> Tensor:
-    """(out, in), for GEMMs of many rows."""
+    """Dequantize to (out, in), for GEMMs of many rows."""
     n, num_words = packed.words.shape
     out = torch.empty(n, num_words * 4, dtype=dtype, device=packed.words.device)
     _dequantize_kernel[(triton.cdiv(num_words, BLOCK), n)](

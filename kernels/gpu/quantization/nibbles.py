@@ -1,7 +1,7 @@
-"""Weights of 4 bits on their way to the tensor cores: words are unpacked in registers, groups get their scale.
+"""4-bit weights on their way to the tensor cores: unpacks words in registers and scales groups.
 
-    int4    (q - 8) s + z    a pair (s, z) of bfloat16 a group; q under the exponent of 128 is the bfloat16 128 + q
-    e2m1    q 2^(e - 127)    a byte e a group; the bits of q where a float16 has them are q 2^-14, denormals too
+    int4    (q - 8) s + z    a pair (s, z) of bfloat16 per group; q in the mantissa, with 128's exponent, is 128 + q
+    e2m1    q 2^(e - 127)    a byte e per group; the bits of q placed in a float16 are q 2^-14, also for denormals
 
 Words, chunks and groups: `kernels/quantization/w4a16_gemm.py`, whose layout e2m1 shares
 (`kernels/quantization/mxfp4.py`).
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The four nibbles of two words, each pair as two bfloat16 128 + w.
+# Unpacks the four nibbles of two words, each pair to two bfloat16 128 + w.
 UNPACK_INT4 = tl.constexpr("""{
     .reg .b32 t;
     lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
@@ -23,7 +23,7 @@ UNPACK_INT4 = tl.constexpr("""{
     shr.u32 t, $4, 12;
     lop3.b32 $3, t, 0x000F000F, 0x43004300, 0xEA;
 }""")
-# The four numbers of two words, each pair as two float16 q 2^-14: sign in bit 15, the others in bits 11 to 9.
+# Unpacks the four numbers of two words, each pair to two float16 q 2^-14: sign in bit 15, the rest in bits 11 to 9.
 UNPACK_E2M1 = tl.constexpr("""{
     .reg .b32 s, t;
     and.b32 $0, $4, 0x8E008E00;
@@ -42,7 +42,7 @@ UNPACK_E2M1 = tl.constexpr("""{
 
 @triton.jit
 def unpack_to_half(words, FORMAT: tl.constexpr):
-    """Two bytes a number: 128 + w of int4, bfloat16; q 2^-14 of e2m1, float16."""
+    """Unpack to two bytes per number: 128 + w of int4, bfloat16; q 2^-14 of e2m1, float16."""
     if FORMAT == "int4":
         numbers = tl.inline_asm_elementwise(
             UNPACK_INT4, "=&r,=&r,=&r,=&r,r", [words],
@@ -58,7 +58,7 @@ def unpack_to_half(words, FORMAT: tl.constexpr):
 
 @triton.jit
 def unpack_plain(words, FORMAT: tl.constexpr):
-    """w of int4 or q 2^-14 of e2m1, float32: for the interpreter, which knows no assembly."""
+    """Unpack to w of int4 or q 2^-14 of e2m1, float32: for the interpreter, which has no assembly."""
     bits = words.to(tl.int32)
     weights = ()
     for nibble in tl.static_range(4):
@@ -77,13 +77,13 @@ def unpack_plain(words, FORMAT: tl.constexpr):
 
 @triton.jit
 def scale_and_zero(pairs):
-    """Both of a group, float32, from one word: bfloat16 is the upper half of a float32."""
+    """Unpack a group's pair to float32: a bfloat16 is the upper half of a float32."""
     return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_scales(scale_at, has_scale, FORMAT: tl.constexpr, GROUPS: tl.constexpr):
-    """What a chunk's GROUPS are scaled by, for `scale_of`: bytes of e2m1 that lie together are loaded as one word."""
+    """Load the scales of a chunk's GROUPS for `scale_of`: adjacent bytes of e2m1 as one word."""
     if FORMAT == "e2m1" and GROUPS > 1:
         WORD: tl.constexpr = tl.int32 if GROUPS == 4 else tl.int16
         stored = tl.load(scale_at.to(tl.pointer_type(WORD), bitcast=True), mask=has_scale, other=0).to(tl.int32)
@@ -94,7 +94,7 @@ def load_scales(scale_at, has_scale, FORMAT: tl.constexpr, GROUPS: tl.constexpr)
 
 @triton.jit
 def scale_of(stored, group: tl.constexpr, has_scale, FORMAT: tl.constexpr, GROUPS: tl.constexpr):
-    """The pair of int4, or exponent of e2m1, of one group."""
+    """Return one group's pair of int4, or exponent of e2m1."""
     if FORMAT == "e2m1" and GROUPS > 1:
         scale = (stored >> 8 * group) & 255
     else:
@@ -104,13 +104,13 @@ def scale_of(stored, group: tl.constexpr, has_scale, FORMAT: tl.constexpr, GROUP
 
 @triton.jit
 def power_of_two(exponents):
-    """2^(e - 127) of bytes e, times the 2^14 that unpacked numbers lack; float32. No model has e above 240."""
+    """Return 2^(e - 127) of bytes e, times the 2^14 that unpacked numbers lack; float32. No model has e above 240."""
     return ((exponents.to(tl.int32) + 14) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def as_compute(x, COMPUTE: tl.constexpr):
-    """x of bfloat16 as float16, where that is asked for: infinite values there become the largest."""
+    """Convert a bfloat16 x to float16, if COMPUTE says so; infinities become the largest float16."""
     narrow = x
     if x.dtype != COMPUTE:
         narrow = tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(COMPUTE)
@@ -119,7 +119,7 @@ def as_compute(x, COMPUTE: tl.constexpr):
 
 @triton.jit
 def as_operand(x, FORMAT: tl.constexpr, COMPILED: tl.constexpr):
-    """x in the type of unpacked weights; in float32 where it has that, or is interpreted."""
+    """Convert x to the type of unpacked weights; to float32 if x is float32 or the kernel is interpreted."""
     if x.dtype == tl.float32 or not COMPILED:
         operand = x.to(tl.float32)
     elif FORMAT == "int4":
@@ -131,7 +131,7 @@ def as_operand(x, FORMAT: tl.constexpr, COMPILED: tl.constexpr):
 
 @triton.jit
 def split_row(x):
-    """One row's x, (chunks, 4, words) -> of the four nibbles, each (chunks, words, 1)."""
+    """Split one row's x, (chunks, 4, words), by nibble: four tensors (chunks, words, 1)."""
     even, odd = tl.split(tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], x.shape[2], 2, 2)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -142,13 +142,13 @@ def split_row(x):
 def chunk_sums(
     total, words, x, scale_at, has_scale, none, FORMAT: tl.constexpr, GROUP: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """`total` and the products of one chunk, or of one each in a leading dimension: exact sums of groups, scaled.
+    """Add a chunk's products to `total`, or one chunk's per leading index: groups are summed exactly, then scaled.
 
-    words: (..., columns, words of a chunk). x: of the four nibbles, (..., words, rows) each. scale_at: of the first
-    group, (..., columns). none: zeros (..., columns, rows), float32.
+    words: (..., columns, words of a chunk). x: for each of the four nibbles, (..., words, rows). scale_at: of the
+    first group, (..., columns). none: zeros (..., columns, rows), float32.
     """
     BIAS: tl.constexpr = 136.0 if COMPILED else 8.0  # of the unpacked weights
-    NIBBLES: tl.constexpr = GROUP // words.shape[len(words.shape) - 1]  # of a group
+    NIBBLES: tl.constexpr = GROUP // words.shape[len(words.shape) - 1]  # per group
     weights = unpack_to_half(words, FORMAT) if COMPILED else unpack_plain(words, FORMAT)
     OPERAND: tl.constexpr = as_operand(x[0], FORMAT, COMPILED).dtype
     ones = tl.full(words.shape, 1.0, OPERAND)
@@ -176,7 +176,7 @@ def chunk_sums(
 def chunk_products(
     total, words, x, scale_at, has_scale, FORMAT: tl.constexpr, GROUP: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """`total` and the products of one chunk, for many rows of x: weights are scaled, and rounded, first.
+    """Add a chunk's products to `total`, for many rows of x: weights are scaled and rounded first.
 
     words: (columns, words of a chunk). x, scale_at: as for `chunk_sums`.
     """

@@ -1,10 +1,10 @@
-"""GEMMs of packed weights of 2 to 6 bits, dequantized to bfloat16 in registers, and writing such weights out.
+"""GEMMs of packed weights of 2 to 6 bits, dequantized to bfloat16 in registers, and dequantization to memory.
 
     y_mn = sum_k w_nk x_mk + b_n;   w = (q - 2^(bits - 1)) s + z
 
-A tile of W is the M operand of `tl.dot`, read from registers, and x, padded to 16 rows, the N operand. Unpacking
-gives the bfloat16 128 + q; an exact subtraction and a fused multiply-add make the weight of it, which is cast once.
-With many rows cuBLAS is faster, for which the weight is written out.
+A tile of W is the M operand of `tl.dot`, in registers, and x, padded to 16 rows, the N operand. Unpacking gives the
+bfloat16 128 + q; an exact subtraction and a fused multiply-add turn it into the weight, which is rounded once. With
+many rows cuBLAS is faster, for which the weight is dequantized to memory.
 
 Layout and reference: `kernels/quantization/packed_weights.py`.
 """
@@ -31,9 +31,9 @@ from kernels.gpu.quantization.packed_parts import (
 from kernels.quantization.packed_weights import PackedWeight
 from kernels.quantization.w4a16_gemm import MAX_CHUNK
 
-PREFETCHED = tl.constexpr(512)  # words of a row
-LINE = tl.constexpr(64)  # words of a line of the L2 cache
-DEQUANTIZED_ROWS = 32  # that a program writes out
+PREFETCHED = tl.constexpr(512)  # words per row
+LINE = tl.constexpr(64)  # words per line of the L2 cache
+DEQUANTIZED_ROWS = 32  # rows per program of the dequantization
 
 
 @triton.jit(do_not_specialize_on_alignment=["M"])
@@ -43,20 +43,20 @@ def _packed_kernel(
     BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
     PREFETCHES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """PAIR: columns of a pair."""
+    """PAIR: columns per pair."""
     WORDS: tl.constexpr = words_of(BITS)
     CHUNKS: tl.constexpr = chunks_of(BITS)
     PARTS: tl.constexpr = parts_of(BITS)
     STEP: tl.constexpr = CHUNKS * PARTS * WORDS
     SHARING: tl.constexpr = PAIR // WORDS  # parts that share a pair
     num_m = tl.cdiv(M, BLOCK_M)
-    tile_m = tl.program_id(0) % num_m  # neighbours share a tile of W and run together
+    tile_m = tl.program_id(0) % num_m  # adjacent programs share a tile of W and run together
     columns = tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < N
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     has_row = (rows < M)[:, None]
     offsets = tl.arange(0, WORDS)[None, :]
-    row_words = num_steps * (CHUNKS * WORDS)  # in this form the compiler knows that rows start at 16 bytes
+    row_words = num_steps * (CHUNKS * WORDS)  # in this form the compiler knows that rows are 16-byte aligned
     word_at = words_ptr + columns.to(tl.int64)[:, None] * row_words + offsets
     high_at = high_ptr + columns.to(tl.int64)[:, None] * (num_steps * WORDS) + offsets
     pair_at = pairs_ptr + columns.to(tl.int64) * (num_steps * (STEP // PAIR))
@@ -99,7 +99,7 @@ def _write_out_kernel(
     words_ptr, high_ptr, pairs_ptr, out_ptr, N, num_steps, BITS: tl.constexpr, PAIR: tl.constexpr,
     BLOCK_N: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """A program writes a step of several rows."""
+    """A program dequantizes a step of several rows."""
     WORDS: tl.constexpr = words_of(BITS)
     CHUNKS: tl.constexpr = chunks_of(BITS)
     PARTS: tl.constexpr = parts_of(BITS)
@@ -124,7 +124,7 @@ def _write_out_kernel(
 def packed_gemm(
     x: Tensor, packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace, config: TileConfig
 ) -> Tensor:
-    """x (rows, in), bfloat16, columns of stride 1 -> (rows, out).
+    """Multiply x (rows, in), bfloat16, columns of stride 1 -> (rows, out).
 
     The config's stages are of 128 columns, as many as its block_k.
     """
@@ -148,7 +148,7 @@ def packed_gemm(
 
 
 def write_out(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """(out, in), for GEMMs of many rows; of bfloat16 precision."""
+    """Dequantize to (out, in) for GEMMs of many rows, with bfloat16 precision."""
     n, step = packed.words.shape[0], check_packed(packed)
     out = torch.empty(n, packed.num_columns, dtype=dtype, device=packed.words.device)
     _write_out_kernel[(triton.cdiv(n, DEQUANTIZED_ROWS), packed.num_columns // step)](

@@ -1,7 +1,7 @@
-"""Linear layers of packed weights of 2 to 6 bits on a GPU, by the kernel that is fastest with so many rows.
+"""Linear layers of packed weights of 2 to 6 bits on a GPU, by the fastest kernel for the number of rows.
 
-`kernels/gpu/quantization/quantized_tuning.py` says which: `packed_rows`, `packed_stream` on Hopper, `packed_gemm`, or
-cuBLAS after writing the weight out.
+`kernels/gpu/quantization/quantized_tuning.py` chooses: `packed_rows`, `packed_stream` on Hopper, `packed_gemm`, or
+dequantization and cuBLAS.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from kernels.quantization.w4a16_gemm import MAX_CHUNK, PackedW4
 
 
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
-    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x."""
+    """Compute x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x."""
     y = _multiply(x, packed, bias, workspace)
     return functional.linear(x, write_out(packed, x.dtype), bias) if y is None else y
 
 
 def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor:
-    """x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be bfloat16.
+    """Compute x (rows, in), columns of stride 1 -> (rows, out) in the dtype of x. Scales and offsets must be
+    bfloat16.
 
-    Rows of W that are no multiple of 128, and groups below 32, are written out.
+    Rows of W that are no multiple of 128, and groups below 32, are dequantized first.
     """
     y, as_packed = None, of_w4(packed)
     if packed.chunk == MAX_CHUNK and packed.group_size >= as_packed.packing.words:
@@ -39,7 +40,7 @@ def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None, workspace: Sp
 
 
 def _multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace) -> Tensor | None:
-    """None: cuBLAS is faster after writing the weight out, or takes other types."""
+    """Multiply, or return None if dequantization and cuBLAS are faster, or x has another dtype."""
     if x.dtype != torch.bfloat16:
         return None
     (num_rows, k), n = x.shape, packed.words.shape[0]

@@ -1,7 +1,8 @@
-"""Packed weights of 2 to 6 bits on their way to the tensor cores: one part of a chunk's words becomes bfloat16.
+"""Packed weights of 2 to 6 bits on their way to the tensor cores: converts one part of a chunk's words to bfloat16.
 
-The bits of q under the exponent of 128 are the bfloat16 128 + q: two weights cost a shift and a logical operation,
-with high bits two of each. Words, parts, chunks and pairs: `kernels/quantization/packed_weights.py`.
+The bits of q in the mantissa, with the exponent of 128, are the bfloat16 128 + q. Two weights take a shift and a
+logical operation, with high bits two of each. Words, parts, chunks and pairs:
+`kernels/quantization/packed_weights.py`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from kernels.quantization.packed_weights import PACKINGS, PackedWeight
 
 @triton.constexpr_function
 def words_of(bits: int) -> int:
-    """Words of a chunk."""
+    """Return the words of a chunk."""
     return PACKINGS[bits].words
 
 
 @triton.constexpr_function
 def parts_of(bits: int) -> int:
-    """Values of a word."""
+    """Return the values of a word."""
     return PACKINGS[bits].parts
 
 
 @triton.constexpr_function
 def chunks_of(bits: int) -> int:
-    """Chunks of a step of K."""
+    """Return the chunks of a K step."""
     return PACKINGS[bits].chunks
 
 
@@ -43,13 +44,13 @@ def is_symmetric(bits: int) -> bool:
 
 @triton.constexpr_function
 def middle_of(bits: int, is_compiled: bool) -> float:
-    """What `unpack_chunk` adds to q - middle of weights with zeros."""
+    """Return what `unpack_chunk` adds to q - middle for weights with zeros."""
     return float((1 << bits - 1) + (128 if is_compiled else 0))
 
 
 @triton.constexpr_function
 def unpacking(bits: int, part: int, words: str, high: str, to: str) -> list[str]:
-    """Register `to`: a part of a step of two words as two bfloat16 128 + q."""
+    """Return assembly that unpacks a part of two words to two bfloat16 128 + q in register `to`."""
     packing = PACKINGS[bits]
     low, width = packing.low_bits, bits - packing.low_bits
     up = low - width * part
@@ -65,7 +66,7 @@ def unpacking(bits: int, part: int, words: str, high: str, to: str) -> list[str]
 
 @triton.constexpr_function
 def subtracting(bits: int, register: str) -> list[str]:
-    """Turn two bfloat16 128 + q into q - middle, exactly."""
+    """Return assembly that turns two bfloat16 128 + q into q - middle, exactly."""
     return [
         f"mov.b32 t, 0x{0x43004300 + (0x00010001 << bits - 1):08X};",
         f"sub.rn.bf16x2 {register}, {register}, t;",
@@ -74,7 +75,7 @@ def subtracting(bits: int, register: str) -> list[str]:
 
 @triton.constexpr_function
 def unpacking_assembly(bits: int, chunk: int) -> str:
-    """All parts of a chunk, of one register of words and one of high bits."""
+    """Return assembly that unpacks all parts of a chunk from a register of words and one of high bits."""
     parts = PACKINGS[bits].parts
     lines = [".reg .b32 t;"]
     for part in range(parts):
@@ -95,7 +96,7 @@ def bfloat16s(count: int) -> tuple[tl.dtype, ...]:
 
 @triton.constexpr_function
 def dequantizing_assembly(bits: int, part: int) -> str:
-    """Two weights of their words, $1, high bits, $2, and pair, $3."""
+    """Return assembly that dequantizes two weights from words $1, high bits $2 and pair $3."""
     lines = [".reg .b32 q, s, t;", *unpacking(bits, part, "$1", "$2", "q"), *subtracting(bits, "q")]
     if PACKINGS[bits].is_symmetric:
         lines += [f"prmt.b32 s, $3, $3, 0x{3232 if part % 2 else 1010};", "mul.rn.bf16x2 $0, q, s;"]
@@ -106,7 +107,7 @@ def dequantizing_assembly(bits: int, part: int) -> str:
 
 @triton.jit
 def plain_part(words, high, BITS: tl.constexpr, PART: tl.constexpr):
-    """q of part PART of a step, int32: for the interpreter, which knows no assembly."""
+    """Return q of part PART of a step, int32: for the interpreter, which has no assembly."""
     LOW: tl.constexpr = 16 // parts_of(BITS)
     WIDTH: tl.constexpr = high_bits_of(BITS)
     values = (words.to(tl.int32) >> PART % parts_of(BITS) * LOW) & ((1 << LOW) - 1)
@@ -117,9 +118,9 @@ def plain_part(words, high, BITS: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def unpack_chunk(words, high, BITS: tl.constexpr, CHUNK: tl.constexpr, COMPILED: tl.constexpr):
-    """Parts of chunk CHUNK of a step, each like `words`: q - middle of symmetric weights, exact, 128 + q of others.
+    """Unpack the parts of chunk CHUNK of a step, each like `words`: q - middle if symmetric, exact, else 128 + q.
 
-    Interpreted: q of others, in float32. high: like `words`; any number where weights have no high bits.
+    If interpreted: q in place of 128 + q, in float32. high: like `words`; any number if weights have no high bits.
     """
     PARTS: tl.constexpr = parts_of(BITS)
     if COMPILED:
@@ -143,7 +144,7 @@ def unpack_chunk(words, high, BITS: tl.constexpr, CHUNK: tl.constexpr, COMPILED:
 
 @triton.jit
 def dequantize_part(words, high, pairs, BITS: tl.constexpr, PART: tl.constexpr, COMPILED: tl.constexpr):
-    """Weights of part PART of a step, (columns, words), cast once; float32 where interpreted.
+    """Dequantize part PART of a step, (columns, words), rounded once; float32 if interpreted.
 
     words, high: (columns, words). pairs: (columns, 1).
     """
@@ -164,7 +165,7 @@ def dequantize_part(words, high, pairs, BITS: tl.constexpr, PART: tl.constexpr, 
 
 
 def check_packed(packed: PackedWeight) -> int:
-    """Columns of a step of K. Raises ValueError for columns or pairs that the kernels do not take."""
+    """Return the columns of a K step. Raises ValueError for columns or pairs that the kernels do not support."""
     step, least = packed.packing.step, packed.packing.words
     if packed.num_columns % step or packed.pair_columns < least:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""GEMMs of few rows of bfloat16 with packed weights of 2 to 6 bits: see `kernels/quantization/packed_weights.py`.
+"""GEMMs of few bfloat16 rows with packed weights of 2 to 6 bits, see `kernels/quantization/packed_weights.py`.
 
-Unpacked weights go to the tensor cores as they are, part by part of the words, and sums of groups are scaled. What
-128 and the zero add is a multiple of the sum of x, which the tensor cores compute as well: per group
+The tensor cores multiply unpacked, unscaled weights, part by part of the words, and sums of groups are scaled. The
+contribution of 128 and the zero is a multiple of the sum of x, which the tensor cores compute, too. Per group
 
     y += s (sum_k (128 + q_k) x_k) + (z - (128 + middle) s) sum_k x_k
 
-in float32; symmetric weights are q - middle and need no such sum. A program owns few columns of y and all of K: each
-warp takes another step of K, their sums meet at the end.
+in float32; symmetric weights are q - middle and need no such sum. A program computes few columns of y over all of K:
+each warp takes another K step, and their sums are added at the end.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from kernels.gpu.quantization.quantized_tuning import SlicedKConfig
 from kernels.quantization.packed_weights import PackedWeight
 
 MAX_ROWS = 32
-LINE = tl.constexpr(64)  # words of a line of the L2 cache
+LINE = tl.constexpr(64)  # words per line of the L2 cache
 
 
 @triton.jit
 def _load_parts(x_at, has_x, PARTS: tl.constexpr):
-    """x of the parts of chunks, each (chunks, words, rows). x_at: of the first part, (chunks, rows, words)."""
+    """Load x for the parts of chunks, each (chunks, words, rows). x_at: of the first part, (chunks, rows, words)."""
     WORDS: tl.constexpr = x_at.shape[2]
     parts = ()
     if x_at.shape[1] > 1:
         for part in tl.static_range(PARTS):
             x = tl.load(x_at + part * WORDS, mask=has_x, other=0.0)
             parts = parts + (tl.permute(x, (0, 2, 1)),)  # type: ignore[assignment]  # noqa: RUF005
-    else:  # one load for all
+    else:  # one load for all parts
         x = tl.load(x_at + (tl.arange(0, PARTS) * WORDS)[None, :, None], mask=has_x, other=0.0)
         if PARTS == 8:
             even, odd = tl.split(tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], WORDS, 4, 2)))
@@ -58,9 +58,10 @@ def _load_parts(x_at, has_x, PARTS: tl.constexpr):
 
 @triton.jit
 def _load_step(word_at, high_at, step, exists, BITS: tl.constexpr):
-    """Words of each chunk of `step` and of the steps after it, one a warp: (steps, columns, words); then high bits.
+    """Load the words of each chunk of `step` and the steps after it, one per warp: (steps, columns, words); then high
+    bits.
 
-    exists: None where all do.
+    exists: None if all do.
     """
     WORDS: tl.constexpr = words_of(BITS)
     loaded = ()
@@ -79,7 +80,7 @@ def _load_step(word_at, high_at, step, exists, BITS: tl.constexpr):
 def _step_products(
     loaded, x_at, pair_at, has_x, has_pair, BITS: tl.constexpr, PAIR: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """Multiply one step a warp, all rows of x: (steps, columns, rows). loaded: see `_load_step`."""
+    """Multiply one step per warp by all rows of x: (steps, columns, rows). loaded: see `_load_step`."""
     WORDS: tl.constexpr = words_of(BITS)
     PARTS: tl.constexpr = parts_of(BITS)
     SHARING: tl.constexpr = PAIR // WORDS  # parts that share a pair
@@ -115,7 +116,7 @@ def _rows_kernel(
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr, PREFETCHED: tl.constexpr,
     NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """PAIR: columns of a pair. STEPS: of K that are taken at a time, one a warp."""
+    """PAIR: columns per pair. STEPS: K steps at a time, one per warp."""
     WORDS: tl.constexpr = words_of(BITS)
     STEP_WORDS: tl.constexpr = chunks_of(BITS) * WORDS
     STEP: tl.constexpr = parts_of(BITS) * STEP_WORDS
@@ -123,7 +124,7 @@ def _rows_kernel(
     inside = columns < N
     rows = tl.arange(0, BLOCK_M)
     step_ids = tl.arange(0, STEPS)
-    num_words = num_steps * STEP_WORDS  # in this form the compiler knows that rows start at 16 bytes
+    num_words = num_steps * STEP_WORDS  # in this form the compiler knows that rows are 16-byte aligned
     word_rows = words_ptr + columns.to(tl.int64)[None, :, None] * num_words
     word_at = word_rows + (step_ids * STEP_WORDS)[:, None, None] + tl.arange(0, WORDS)[None, None, :]
     high_rows = high_ptr + columns.to(tl.int64)[None, :, None] * (num_steps * WORDS)
@@ -174,7 +175,7 @@ def _rows_kernel(
 
 
 def packed_rows_gemm(x: Tensor, packed: PackedWeight, bias: Tensor | None, config: SlicedKConfig) -> Tensor:
-    """x (up to 32 rows, in), bfloat16, columns of stride 1 -> (rows, out). The config's block_k is that of 4 bits."""
+    """Multiply x (up to 32 rows, in), bfloat16, columns of stride 1 -> (rows, out). config: block_k is of 4 bits."""
     (num_rows, k), n, packing = x.shape, packed.words.shape[0], packed.packing
     check_packed(packed)
     if num_rows > MAX_ROWS:

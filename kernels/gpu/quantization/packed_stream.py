@@ -1,8 +1,9 @@
-"""GEMMs of packed weights of 2 to 6 bits on Hopper, where dequantization overlaps with the tensor cores.
+"""GEMMs of packed weights of 2 to 6 bits on Hopper, which overlap dequantization with the tensor cores.
 
     y_mn = sum_k w_nk x_mk + b_n
 
-Up to 128 rows. `packed_gemm.py` serves more of them, and other GPUs.
+For up to 128 rows; more rows, and other GPUs, use `packed_gemm.py`.
+
 Kernel: `packed_stream_kernel.py`. Layout and reference: `kernels/quantization/packed_weights.py`.
 """
 
@@ -21,16 +22,16 @@ from kernels.gpu.quantization.packed_stream_kernel import BLOCK_N, BOX, stream_k
 from kernels.gpu.quantization.quantized_tuning import StreamConfig
 from kernels.quantization.packed_weights import PackedWeight
 
-MAX_ROWS = 128  # of a tile
+MAX_ROWS = 128  # per tile
 MAX_STAGES = 12
-LEAST_COLUMNS = 512  # of W that a program of a shared tile multiplies
-SHARED_BYTES = 232_448  # of a multiprocessor
-ALIGNMENT = 16  # bytes, of the rows of a matrix that TMA loads
-OTHER_BYTES = 8192  # of a program, for what is no stage
+LEAST_COLUMNS = 512  # columns of W per program, at least, if programs share a tile
+SHARED_BYTES = 232_448  # per multiprocessor
+ALIGNMENT = 16  # bytes, of rows of a matrix that TMA loads
+OTHER_BYTES = 8192  # of a program, besides its stages
 
 
 def can_stream(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether the GPU, the number of rows and the alignment fit, and a step of K has at least a pair of scales."""
+    """Whether GPU, number of rows and alignment are supported, and a K step has at least one pair of scales."""
     step, matrices = packed.packing.step, [x, packed.words, *([] if packed.high is None else [packed.high])]
     return (
         has_wgmma(x)
@@ -44,7 +45,7 @@ def can_stream(x: Tensor, packed: PackedWeight) -> bool:
 def packed_stream(
     x: Tensor, packed: PackedWeight, bias: Tensor | None, workspace: SplitKWorkspace, config: StreamConfig
 ) -> Tensor:
-    """x (rows, in), bfloat16, columns of stride 1 -> (rows, out), where `can_stream`."""
+    """Multiply x (rows, in), bfloat16, columns of stride 1 -> (rows, out), if `can_stream`."""
     num_rows, n, packing = x.shape[0], packed.words.shape[0], packed.packing
     block_m = max(16, triton.next_power_of_2(num_rows))
     step, num_tiles = check_packed(packed), triton.cdiv(n, BLOCK_N.value)
@@ -68,9 +69,8 @@ def packed_stream(
 
 
 def share_of(num_tiles: int, num_steps: int, num_programs: int, least: int = 1) -> int:
-    """Steps of a program, of num_steps in each of num_tiles. As many programs share each tile if there are enough.
-
-    least: partial sums of more programs take longer to add up.
+    """Return the steps per program, of num_steps in each of num_tiles. least: fewest steps, since the partial sums of
+    more programs take longer to add. If possible, each tile has equally many programs.
     """
     if num_tiles <= num_programs:
         return max(-(-num_steps // (num_programs // num_tiles)), least)

@@ -1,9 +1,9 @@
 """The kernel of `packed_stream`, in Gluon: a producer warp loads weights and x by TMA, consumer warps multiply them.
 
-While the tensor cores multiply a part of a step of K, the next part is dequantized. Triton waits for each wgmma with
-an operand in registers; `ptxas` does if other instructions write the accumulators in between (see `_consume`).
-Every program takes an equal share of the steps of all tiles ("stream-K"). Partial sums of a tile that programs share
-are added by the last one to finish, in the order of steps, so that results do not depend on timing.
+While the tensor cores multiply one part of a K step, the next part is dequantized. Triton would wait for each wgmma
+with an operand in registers; so does `ptxas` if other instructions write the accumulators in between (see
+`_consume`). Every program takes an equal share of the steps of all tiles ("stream-K"). If programs share a tile, the
+last one to finish adds their partial sums, in the order of steps, so results do not depend on timing.
 
 Layout and reference: `kernels/quantization/packed_weights.py`.
 """
@@ -26,9 +26,9 @@ from kernels.gpu.launch import prefetch
 from kernels.gpu.quantization.packed_parts import chunks_of, dequantize_part, high_bits_of, parts_of, words_of
 from kernels.gpu.quantization.row_scales import column_of, scales_layout
 
-BLOCK_N = gl.constexpr(128)  # columns of y, rows of W, of a tile
-BOX = gl.constexpr(64)  # columns of x of a TMA load
-LINE = gl.constexpr(32)  # pairs of a line of the L2 cache
+BLOCK_N = gl.constexpr(128)  # columns of y, i.e. rows of W, per tile
+BOX = gl.constexpr(64)  # columns of x per TMA load
+LINE = gl.constexpr(32)  # pairs per line of the L2 cache
 PRODUCER_REGISTERS = gl.constexpr(40)
 
 
@@ -36,7 +36,7 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 def _load_weights(
     words_desc, high_desc, words_smem, high_smem, ready, tile, step, stage, X_BYTES: gl.constexpr, BITS: gl.constexpr
 ):
-    """Start to load a step's weights. The stage is `ready` when they and x, X_BYTES, have arrived."""
+    """Start to load a step's weights. The stage is `ready` once they and X_BYTES of x have arrived."""
     CHUNKS: gl.constexpr = chunks_of(BITS)
     WORDS: gl.constexpr = words_of(BITS)
     HAS_HIGH: gl.constexpr = high_bits_of(BITS) > 0
@@ -66,7 +66,7 @@ def _produce(
     x_desc, words_desc, high_desc, x_smem, words_smem, high_smem, ready, empty, first, last, num_steps,
     BITS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load this program's steps. Weights are loaded before the previous kernel has ended, x afterwards."""
+    """Load this program's steps: weights before the previous kernel has ended, x afterwards."""
     X_BYTES: gl.constexpr = BOXES * x_smem.shape[1] * BOX * 2
     for i in gl.static_range(STAGES):
         if first + i < last:
@@ -102,7 +102,7 @@ def _store(total, bias_ptr, out_ptr, tile, M, N, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def _slot(program, share, begin):
-    """Where a program's partial sums of the tile from step `begin` on lie: it has up to two such tiles."""
+    """Return the slot of a program's partial sums of the tile that starts at step `begin`; up to two each."""
     return 2 * program + (program * share <= begin).to(gl.int32)
 
 
@@ -111,7 +111,7 @@ def _finish(
     total, bias_ptr, partials_ptr, counters_ptr, out_ptr, tile, first, last, num_steps, share, M, N,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Store a tile, of which this program has the steps from `first` up to `last`, or leave a part of its sum."""
+    """Store a tile whose steps `first` to `last` this program has, or leave a partial sum."""
     begin, end = tile * num_steps, (tile + 1) * num_steps
     if (first <= begin) & (last >= end):
         _store(total, bias_ptr, out_ptr, tile, M, N, HAS_BIAS)
@@ -122,7 +122,7 @@ def _finish(
         rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT))
         parts_at = partials_ptr + columns[:, None] * BLOCK_M + rows[None, :]
         gl.store(parts_at + _slot(first // share, share, begin) * (BLOCK_N * BLOCK_M), total)
-        debug_barrier()  # all of the program's stores come before its one release
+        debug_barrier()  # all stores of the program precede its one release
         earliest, latest = begin // share, (end - 1) // share
         if gl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == latest - earliest:
             gl.store(counters_ptr + tile, 0)
@@ -177,11 +177,12 @@ def _consume(
                     weights = dequantize_part(words, high, pair, BITS, part, True)
                     box = x_smem.index(stage * BOXES + part * WORDS // BOX)
                     x = box.slice(part * WORDS % BOX, WORDS, dim=1).permute((1, 0))
-                    # The first wgmma of a tile overwrites the accumulators: if they were zeroed, `ptxas` would wait.
+                    # The first wgmma of a tile overwrites the accumulators: if they were zeroed instead, `ptxas`
+                    # would wait.
                     adds = (step > first_step) if part == 0 else True
                     total = warpgroup_mma(weights, x, total, use_acc=adds, is_async=True)
                     total = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[total]))
-                    if part == 0:  # every wgmma of the step before has ended
+                    if part == 0:  # every wgmma of the previous step has ended
                         mbarrier.arrive(empty.index(before), count=1, pred=(begin > first) | (step > first_step))
             pairs = following
             before = stage
@@ -200,7 +201,7 @@ def stream_kernel(
     x_desc, words_desc, high_desc, pairs_ptr, bias_ptr, partials_ptr, counters_ptr, out_ptr, M, N, num_steps, share,
     BITS: gl.constexpr, PAIR: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """share: steps of a program. PAIR: columns of a pair."""
+    """share: steps per program. PAIR: columns per pair."""
     CHUNKS: gl.constexpr = chunks_of(BITS)
     BOXES: gl.constexpr = CHUNKS * parts_of(BITS) * words_of(BITS) // BOX
     gdc_launch_dependents()

@@ -1,16 +1,16 @@
-"""Quantization of activations to int8 or e4m3, one scale a row, by the kernels that produce them.
+"""Quantization of activations to int8 or e4m3, with one scale per row, in the kernels that produce them.
 
     q_mk = round(x_mk / a_m),  a_m = max_k |x_mk| / MAX
 
-MAX is 127, or 448 for e4m3. With two int8 planes it is 32,639: a value of 16 bits is 256 h + l, its planes are two
+MAX is 127, or 448 for e4m3. With two int8 planes it is 32,639: a 16-bit value is 256 h + l, and its planes are two
 rows of int8, h first.
 
-    quantize_rows           x as it is
-    quantize_many_rows      the same to e4m3, of so many short rows that starting a program for each takes longer
+    quantize_rows           x itself
+    quantize_many_rows      the same to e4m3, for short rows so many that one program per row takes longer
     add_rms_norm_quantize   x = RMS norm of a residual, to which the pending output, or partial sums of it, may be
                             added first
-    silu_mul_quantize       x = silu(gate) * up, gate and up beside each other
-    quantize_with_maxima    x as it is, the largest magnitudes of a row's tiles being known: many programs share a row
+    silu_mul_quantize       x = silu(gate) * up, gate and up concatenated
+    quantize_with_maxima    x itself, given the largest magnitudes of a row's tiles: many programs share a row
 
 References: `quantize_rows_int8` and `quantize_rows_fp8` in `kernels/`, `kernels/elementwise.py`.
 """
@@ -29,15 +29,15 @@ from kernels.quantization.quantized_gemm import FP8_DTYPE, FP8_MAX, INT8_MAX
 
 PLANES_MAX = 32639.0  # 127 * 256 + 127
 TWO_PLANES = tl.constexpr(PLANES_MAX)
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
-TINY = tl.constexpr(1e-30)  # a row of zeros becomes zeros
-MANY_ROWS_BLOCK = 4096  # numbers that a program of `quantize_many_rows` takes
-MAXIMA_BLOCK = 2048  # columns a program of `quantize_with_maxima` takes
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits
+TINY = tl.constexpr(1e-30)  # makes rows of zeros zeros
+MANY_ROWS_BLOCK = 4096  # numbers per program of `quantize_many_rows`
+MAXIMA_BLOCK = 2048  # columns per program of `quantize_with_maxima`
 
 
 @triton.jit
 def to_e4m3(x, COMPILED: tl.constexpr):
-    """float32 to the nearest e4m3, ties to even; |x| <= 448. By hand in the interpreter, which rounds wrongly."""
+    """Round float32 to e4m3, ties to even; |x| <= 448. By hand in the interpreter, which rounds wrongly."""
     if not COMPILED:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -47,7 +47,7 @@ def to_e4m3(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _store_quantized(x, largest, values_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
-    """Quantize float32 x, of a row whose largest magnitude is `largest`."""
+    """Quantize float32 x of a row whose largest magnitude is `largest`."""
     x *= MAX / tl.maximum(largest, TINY)
     inside = ks < K
     if MAX == 448.0:
@@ -65,7 +65,7 @@ def _store_quantized(x, largest, values_ptr, row, K, ks, MAX: tl.constexpr, COMP
 @triton.jit
 def quantize_row(x, values_ptr, scales_ptr, row, K, ks, MAX: tl.constexpr, COMPILED: tl.constexpr):
     """Quantize one row of float32 x, zero beyond its K columns. Returns its largest magnitude."""
-    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |x|, NaN above all
+    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as |x|, with NaN above all
     largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
     _store_quantized(x, largest, values_ptr, row, K, ks, MAX, COMPILED)
     tl.store(scales_ptr + row, largest / MAX)
@@ -79,11 +79,12 @@ def _quantize_kernel(
     NUM_ADDED: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. What a prologue does not read is None. NaN in x gives the scale NaN, which GEMMs pass on.
+    """One row per program. Arguments that a prologue does not read are None. NaN in x gives scale NaN, which GEMMs
+    pass on.
 
-    NUM_ADDED: parts of x that are added to a residual, x_stride apart.
+    NUM_ADDED: partial sums x, x_stride apart, that are added to a residual.
     """
-    if PROLOGUE == "norm":  # its weight was there before the step
+    if PROLOGUE == "norm":  # its weight does not depend on the previous kernel
         columns = tl.arange(0, BLOCK)
         norm = tl.load(norm_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
     wait_for_predecessor(OVERLAPS)
@@ -114,7 +115,7 @@ def _quantize_many_rows_kernel(
     x_ptr, values_ptr, scales_ptr, num_rows, K, MAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows a program."""
+    """ROWS rows per program."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ks = tl.arange(0, BLOCK)[None, :]
     exists = rows < num_rows
@@ -139,20 +140,20 @@ def _quantize_with_maxima_kernel(
     tiles = tl.arange(0, PADDED)
     x = tl.load(x_ptr + row * K + ks, mask=ks < K, other=0.0).to(tl.float32)
     maxima = tl.load(maxima_ptr + row * num_maxima + tiles, mask=tiles < num_maxima, other=0.0)
-    largest = tl.max(maxima.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)  # NaN above all
+    largest = tl.max(maxima.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)  # NaN is above all
     _store_quantized(x, largest, values_ptr, row, K, ks, MAX, COMPILED)
     tl.store(scales_ptr + row, largest / MAX, mask=tl.program_id(0) == 0)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[Tensor, Tensor]:
-    """x (rows, in), columns of stride 1 -> values of `dtype` (num_planes * rows, in), float32 scales (rows,)."""
+    """Quantize x (rows, in), columns of stride 1, to `dtype` (num_planes * rows, in) and float32 scales (rows,)."""
     outputs = empty_quantized(x.shape[0], x.shape[1], dtype, num_planes, x.device)
     _quantize(outputs, num_planes, x, x_stride=x.stride(0))
     return outputs
 
 
 def quantize_many_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (rows, in), contiguous -> what `quantize_rows` gives for e4m3."""
+    """Quantize x (rows, in), contiguous, to e4m3 as `quantize_rows` does."""
     (num_rows, k), block = x.shape, triton.next_power_of_2(x.shape[1])
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
@@ -185,7 +186,7 @@ def add_rms_norm_quantize(
 
 
 def silu_mul_quantize(gate_up: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[Tensor, Tensor]:
-    """(rows, 2 n), gate first, contiguous -> silu(gate) * up: values (num_planes * rows, n), scales (rows,)."""
+    """Compute silu(gate) * up of (rows, 2 n), gate first: values (num_planes * rows, n), scales (rows,)."""
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")
     outputs = empty_quantized(gate_up.shape[0], gate_up.shape[1] // 2, dtype, num_planes, gate_up.device)
@@ -210,7 +211,7 @@ def _quantize(
 
 
 def quantize_with_maxima(x: Tensor, maxima: Tensor, dtype: torch.dtype, num_planes: int = 1) -> tuple[Tensor, Tensor]:
-    """Quantize x (rows, n), contiguous. maxima: float32 (rows, any), the largest |x| of each row among them."""
+    """Quantize x (rows, n), contiguous. maxima: float32 (rows, any), which include each row's largest |x|."""
     (num_rows, n), num_maxima = x.shape, maxima.shape[1]
     values, scales = empty_quantized(num_rows, n, dtype, num_planes, x.device)
     if num_rows:
@@ -224,7 +225,7 @@ def quantize_with_maxima(x: Tensor, maxima: Tensor, dtype: torch.dtype, num_plan
 
 
 def largest_value(dtype: torch.dtype, num_planes: int) -> float:
-    """The largest quantized value: MAX above. Raises ValueError."""
+    """Return the largest quantized value, MAX above. Raises ValueError."""
     if num_planes == 1:
         return FP8_MAX if dtype == FP8_DTYPE else INT8_MAX
     if num_planes != 2 or dtype != torch.int8:

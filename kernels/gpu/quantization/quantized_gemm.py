@@ -1,4 +1,4 @@
-"""GEMMs of quantized rows with 8-bit weights, int8 and e4m3 alike: sliced-K for few rows, tiles, or torch's own.
+"""GEMMs of quantized rows with 8-bit weights, int8 or e4m3: sliced-K for few rows, tiles, or torch's own.
 
     y_mn = a_m s_n sum_k q_mk w_nk + b_n       q one plane of a row, or 256 h + l of two (`quantize.py`)
 
@@ -18,16 +18,17 @@ from kernels.gpu.quantization.quantized_tuning import MAX_FP8_ROWS, SKINNY_8_BIT
 from kernels.gpu.quantization.sliced_k_gemm import sliced_k_gemm
 from kernels.quantization.quantized_gemm import FP8_DTYPE
 
-BLOCK = 2048  # weights that a program writes out
+BLOCK = 2048  # weights per program of the dequantization
 
 
 def quantized_gemm(
     values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
     workspace: SplitKWorkspace,
 ) -> Tensor:  # fmt: skip
-    """values (num_planes * rows, in), x_scales (rows,); weight (out, in), scales (out,). Returns (rows, out).
+    """Multiply values (num_planes * rows, in), x_scales (rows,) by weight (out, in), scales (out,). Returns (rows,
+    out).
 
-    Sums of int8 are integers: a row's result is the same at any number of rows.
+    Sums of int8 are integers, so a row's result is the same for any number of rows.
     """
     (num_rows, k), n = values.shape, weight.shape[0]
     if weight.dtype == FP8_DTYPE and num_rows > MAX_FP8_ROWS and n % 16 == 0 and dtype == torch.bfloat16:
@@ -44,7 +45,7 @@ def quantized_gemm(
 
 
 def dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 (out, in), contiguous, with scales (out,) -> `dtype`, for GEMMs of many rows."""
+    """Dequantize int8 (out, in), contiguous, with scales (out,) to `dtype`, for GEMMs of many rows."""
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.device)
     _dequantize_kernel[(n, triton.cdiv(k, BLOCK))](weight, scales, out, k, BLOCK=BLOCK, num_warps=4)

@@ -1,4 +1,4 @@
-"""Settings of GEMMs of quantized weights, as `kernels/gpu/tuning.py` has those of other kernels."""
+"""Tuned settings of GEMMs of quantized weights, like `kernels/gpu/tuning.py` for other kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from kernels.gpu.tuning import Rule, Table, above, at_most, between
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """programs_per_sm: each with a share of the steps of all tiles. num_warps: that multiply.
-
-    max_registers: of a thread of a program, in the mean.
+    """programs_per_sm: programs per multiprocessor, which share the steps of all tiles. num_warps: consumer warps.
+    max_registers: the mean per thread of a program.
     """
 
     programs_per_sm: int
@@ -22,9 +21,8 @@ class StreamConfig:
 
 @dataclass(frozen=True, slots=True)
 class SlicedKConfig:
-    """block_n columns a program, with a gate as many of each half; num_warps slices of block_k in a step.
-
-    ahead: steps whose W is read before the wait. prefetched: lines of a row of W that are asked for then.
+    """block_n: columns per program, with a gate of each half. num_warps: slices of block_k in a step. ahead: steps
+    whose W is loaded before the wait for the previous kernel. prefetched: lines of a row of W to prefetch then.
     """
 
     block_n: int

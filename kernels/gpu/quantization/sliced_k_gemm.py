@@ -4,11 +4,11 @@ A row of x may be two int8 planes (`kernels/gpu/quantization/quantize.py`): q_mk
 of h and of l are joined at the end.
 
     y_mn = a_m s_n sum_k q_mk w_nk + b_n                           `sliced_k_gemm`
-    h_mn = silu(y_mn) y_m(N + n), and the largest |h_m| by tiles   `sliced_k_gated_gemm`
+    h_mn = silu(y_mn) y_m(N + n), and the largest |h_m| per tile   `sliced_k_gated_gemm`
 
-A program owns few columns of y and all of K: its warps take different slices of a step's K, whose sums meet at the
-end. So there are programs enough for every multiprocessor without a split of K between programs, whose stores,
-counter and second reading took 2 us of a GEMM of 6. What does not depend on the previous kernel is read before the
+A program computes few columns of y over all of K: its warps take different slices of a K step, and their sums are
+added at the end. So there are enough programs for all multiprocessors without split-K between programs, whose stores,
+counter and second read took 2 us of a GEMM of 6. Inputs that do not depend on the previous kernel are read before the
 wait for it: scales, bias and the first tiles of W.
 
 Knows nothing of how rows are quantized. Reference: `kernels/quantization/quantized_gemm.py`.
@@ -27,7 +27,7 @@ from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.quantization.quantized_tuning import SlicedKConfig
 
 MAX_ROWS = 16
-LINE = tl.constexpr(128)  # weights of a line of the L2 cache
+LINE = tl.constexpr(128)  # weights per line of the L2 cache
 
 
 @triton.jit(do_not_specialize_on_alignment=["M"])
@@ -43,7 +43,7 @@ def _sliced_k_kernel(
     offsets = tl.arange(0, TILE)
     columns = first_column + offsets
     inside = columns < N
-    if GATED:  # rows N and on of the weight belong to `up`
+    if GATED:  # rows from N on of the weight belong to `up`
         columns = first_column + offsets % BLOCK_N + offsets // BLOCK_N * N
         inside = first_column + offsets % BLOCK_N < N
     plane_rows = tl.arange(0, BLOCK_M)
@@ -59,7 +59,7 @@ def _sliced_k_kernel(
     scales = tl.load(scales_ptr + columns, mask=inside, other=0.0)[:, None]
     if HAS_BIAS:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
-    # As e4m3, whatever they are: int8 would go through shared memory at once, one after the other.
+    # As e4m3, whatever the type: int8 would go through shared memory immediately, one after the other.
     ahead_at = weight_at.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     ahead = ()
     for step in tl.static_range(AHEAD):
@@ -86,7 +86,7 @@ def _sliced_k_kernel(
     y = join_planes(tl.sum(total, axis=0), PLANES) * scales * x_scales
     if HAS_BIAS:
         y += bias
-    if GATED:  # rounded in between, as where gate and up are a GEMM of their own
+    if GATED:  # rounded in between, as where gate and up are a separate GEMM
         y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, BLOCK_N, BLOCK_M // PLANES)), (1, 2, 0)))
         y = silu_times(gate, up)
@@ -95,7 +95,7 @@ def _sliced_k_kernel(
     y = y.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows.to(tl.int64)[None, :] * N + outputs[:, None], y, mask=exists)
     if GATED:
-        bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of |y|, NaN above all
+        bits = y.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as |y|, with NaN above all
         largest = tl.max(tl.where(exists, bits, 0), axis=0).to(tl.float32, bitcast=True)
         tl.store(maxima_ptr + rows * tl.num_programs(0) + tl.program_id(0), largest, mask=rows < M)
 
@@ -104,7 +104,7 @@ def sliced_k_gemm(
     values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
     config: SlicedKConfig,
 ) -> Tensor:  # fmt: skip
-    """values (up to 16, in), columns of stride 1, with x_scales (rows,); weight (out, in). Returns (rows, out)."""
+    """Multiply values (up to 16, in), columns of stride 1, x_scales (rows,) by weight (out, in): (rows, out)."""
     out = torch.empty(x_scales.shape[0], weight.shape[0], dtype=dtype, device=values.device)
     _launch(values, x_scales, weight, scales, bias, out, None, config)
     return out
@@ -114,7 +114,7 @@ def sliced_k_gated_gemm(
     values: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
     config: SlicedKConfig,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """weight (2 n, in), the gate's rows first -> (rows, n), and its largest magnitudes, float32 (rows, tiles)."""
+    """Multiply by weight (2 n, in), gate first -> (rows, n), and its largest magnitudes, float32 (rows, tiles)."""
     n = weight.shape[0] // 2
     num_rows = x_scales.shape[0]
     out = torch.empty(num_rows, n, dtype=dtype, device=values.device)
