@@ -1,1 +1,1 @@
-"""Linear layers over the blocks of GGUF files, in C for CPUs with AVX-512 or AVX2."""
+"""Linear layers over GGUF blocks, in C for CPUs with AVX-512 or AVX2."""

@@ -1,4 +1,4 @@
-"""The functions of `linear.c`, where the CPU has the instructions for them."""
+"""The functions of `linear.c`, if the CPU has the instructions for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The fastest variant; None where the CPU or a compiler lacks what is needed, which is logged once."""
+    """Return the fastest variant; None if the CPU or compiler lacks something, which is logged once."""
     variant = next(variants_of_this_cpu(), None)
     if variant is None:
         logger.info("GGUF weights are converted: this CPU has no %s", ", ".join(VARIANTS[-1].instructions))
@@ -30,7 +30,7 @@ def _tell(reason: object) -> None:
 
 
 def declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions' arguments."""
+    """Declare the argument types of the library's functions, and return it."""
     found.gguf_linear.argtypes = [
         ctypes.c_void_p, ctypes.c_int, ctypes.c_int,  # segments, their number, columns
         ctypes.c_void_p, ctypes.c_int, ctypes.c_int64,  # x, whether it is float32, rows

@@ -1,4 +1,4 @@
-"""y = x W^T over weights as a GGUF file holds them (`linear.c`)."""
+"""y = x W^T over weights in GGUF blocks (`linear.c`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.gguf.library import library
 
 BLOCK_COLUMNS = {2: 32, 3: 32, 6: 32, 7: 32, 8: 32, 10: 256, 11: 256, 12: 256, 13: 256, 14: 256, 39: 32}
-"""Columns of a block, by ggml's number of each type that `blocks.h` reads.
+"""Columns per block, by ggml's number of each type that `blocks.h` reads.
 
 They are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K and MXFP4.
 """
@@ -27,14 +27,14 @@ class _Segment(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Rows of one type. rows: uint8 (num_rows, bytes of a row), each row in one piece. type_id: ggml's number."""
+    """Rows of one type. rows: uint8 (num_rows, bytes of a row), each row contiguous. type_id: ggml's number."""
 
     rows: Tensor
     type_id: int
 
 
 def max_integer_rows() -> int:
-    """Rows of x up to which `BlockWeight.linear` is faster in integers. Needs `library()`."""
+    """Return up to how many rows of x `BlockWeight.linear` is faster in integers. Needs `library()`."""
     found = library()
     assert found is not None, "whoever makes a weight has asked for the library"
     return int(found.gguf_max_integer_rows())
@@ -55,10 +55,11 @@ class BlockWeight:
         self.has_integers = all(bool(found.gguf_has_integers(part.type_id, num_columns)) for part in parts)
 
     def linear(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype, in_integers: bool) -> Tensor:
-        """(rows of x, num_rows) in `dtype`: bfloat16 or float32, as x (rows of x, num_columns). bias: bfloat16.
+        """Compute (rows of x, num_rows) in `dtype`, bfloat16 or float32, as x. bias: bfloat16.
 
-        in_integers: x is quantized to int16, and weights are what the file says; needs `has_integers`. Else weights
-        are dequantized, to bfloat16 or, with AVX2, float32, and x is taken in bfloat16. Both are batch invariant.
+        in_integers: x is quantized to int16, and weights are exactly the file's; needs `has_integers`. Otherwise
+        weights are dequantized to bfloat16, or with AVX2 to float32, and x is rounded to bfloat16. Both are batch
+        invariant.
         """
         assert {x.dtype, dtype} <= FLOATS, "of which the library knows"
         x = x.contiguous()
@@ -75,7 +76,7 @@ class BlockWeight:
         return y
 
     def dequantize(self) -> Tensor:
-        """(num_rows, num_columns) in bfloat16."""
+        """Dequantize to (num_rows, num_columns) in bfloat16."""
         weight = torch.empty(self.num_rows, self.num_columns, dtype=torch.bfloat16)
         first = 0
         for index, part in enumerate(self.parts):

@@ -1,6 +1,7 @@
 """Copies KV blocks between pools and computes their digests; all layers of a block are one row of 64-bit words.
 
-    target[target_ids[i]] = source[source_ids[i]]                 or, of each block, the words that `WordCopy` names
+    target[target_ids[i]] = source[source_ids[i]]                 or, of each block, the words of a `WordCopy`
+
 Digests are those of `kernels/kv_digest.py`, of the words of block source_ids[i].
 """
 
@@ -17,9 +18,9 @@ from kernels.kv_digest import digest_blocks
 class WordCopy:
     """Words from one block to another, for i below `height`:
 
-    target[i * target_pitch + target_offset :][:width] = source[i * source_pitch + source_offset :][:width]
+        target[i * target_pitch + target_offset :][:width] = source[i * source_pitch + source_offset :][:width]
 
-    No range of `width` goes beyond the end of a pitch, and blocks are whole pitches long.
+    No range of `width` crosses the end of a pitch, and blocks are whole pitches long.
     """
 
     height: int
@@ -30,7 +31,7 @@ class WordCopy:
     target_pitch: int
 
     def fits(self, source_words: int, target_words: int) -> bool:
-        """Whether it stays within blocks of so many words."""
+        """Whether the copy stays within blocks of these sizes."""
         places = (
             (source_words, self.source_offset, self.source_pitch),
             (target_words, self.target_offset, self.target_pitch),
@@ -47,7 +48,7 @@ def copy_blocks(
     source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor, weights: Tensor | None = None,
     copy: WordCopy | None = None, digests: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """source, target: int64 (num_blocks, num_words), of the same length unless `copy` names parts.
+    """Copy blocks. source, target: int64 (num_blocks, num_words), of the same length unless there is a `copy`.
 
     weights: int64 (2, words of a source block) -> digests int64 (num_ids,) of whole source blocks, added to `digests`
     if they are given.
@@ -62,7 +63,7 @@ def copy_blocks(
 
 
 def _ranges(blocks: Tensor, copy: WordCopy, offset: int, pitch: int) -> Tensor:
-    """The words that are copied from or to blocks, (num_blocks, height, width), as a view."""
+    """Return the words of blocks that are copied, (num_blocks, height, width), as a view."""
     first, column = divmod(offset, pitch)
     pitches = blocks.view(blocks.shape[0], -1, pitch)
     return pitches[:, first : first + copy.height, column : column + copy.width]

@@ -1,1 +1,1 @@
-"""C for CPUs, compiled by gcc on first use: how libraries are made and loaded, and decode attention."""
+"""C for CPUs, compiled by gcc on first use: building and loading of libraries, and decode attention."""

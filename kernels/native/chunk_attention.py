@@ -1,8 +1,8 @@
-"""Attention for chunks of prompts on CPUs, by batched GEMMs in plain torch, over keys that have been gathered.
+"""Attention for prompt chunks on CPUs, by batched GEMMs in plain torch, over gathered keys.
 
 Same formula as `kernels/paged_attention.py`. Two rules make batched GEMMs fast. The number of keys is padded to few
-distinct values, because the library behind `bmm` compiles a program per shape (0.9 ms). Long chunks are cut into
-blocks of queries, each against the keys it can see: on two cores, 512 queries over 1024 keys, 9 heads of 64 in
+distinct values, since the library under `bmm` compiles a program per shape (0.9 ms). Long chunks are split into
+blocks of queries, each over the keys that it sees: on two cores, 512 queries over 1024 keys, 9 heads of 64 in
 bfloat16, take 2.9 ms; one `scaled_dot_product_attention` takes 8.1.
 
 Padded keys and values must be finite; they get a score of minus infinity.
@@ -19,19 +19,19 @@ from kernels.aligned_attention import MINUS_INFINITY, aligned_attention
 from kernels.cpu_features import has_bfloat16_gemms
 
 QUERY_BLOCK = 128
-MAX_PADDING = 255  # of `padded_len`
+MAX_PADDING = 255  # by `padded_len`
 
 
 def padded_len(num_keys: int) -> int:
-    """The next of the lengths that chunks use: steps of 64, from 512 on 128, from 2048 on 256."""
+    """Pad to the next length that chunks use: steps of 64, from 512 on 128, from 2048 on 256."""
     step = 64 if num_keys <= 512 else 128 if num_keys <= 2048 else 256
     return -(-num_keys // step) * step
 
 
 def causal_corner(group: int, dtype: torch.dtype) -> Tensor:
-    """(QUERY_BLOCK * group, QUERY_BLOCK + MAX_PADDING): the mask over the keys of a block of queries themselves.
+    """Return the mask (QUERY_BLOCK * group, QUERY_BLOCK + MAX_PADDING) of a block of queries over its own keys.
 
-    Of fewer queries and less padding, its upper left part.
+    For fewer queries and less padding, its upper left part.
     """
     query = torch.arange(QUERY_BLOCK).repeat_interleave(group)
     hidden = torch.arange(QUERY_BLOCK + MAX_PADDING)[None, :] > query[:, None]
@@ -39,10 +39,10 @@ def causal_corner(group: int, dtype: torch.dtype) -> Tensor:
 
 
 def chunk_attention(q: Tensor, kv: Tensor, seq_len: int, corner: Tensor) -> Tensor:
-    """Causal attention of a sequence's last queries.
+    """Compute causal attention of a sequence's last queries.
 
-    q: (num_queries, num_heads, head_dim); kv: (2, kv_heads, padded_len(seq_len) or more, head_dim);
-    corner: `causal_corner` of the heads that share a KV head. Returns (num_queries, num_heads, head_dim).
+    q: (num_queries, num_heads, head_dim); kv: (2, kv_heads, padded_len(seq_len) or more, head_dim); corner:
+    `causal_corner` of the heads that share a KV head. Returns (num_queries, num_heads, head_dim).
     """
     if q.dtype == torch.bfloat16 and not has_bfloat16_gemms():
         return aligned_attention(q, kv[0, :, :seq_len], kv[1, :, :seq_len])

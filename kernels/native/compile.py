@@ -1,4 +1,4 @@
-"""Compile C code of folders; `python kernels/native/compile.py FOLDER...` puts the libraries there, for images."""
+"""Compiles C code of folders; `python kernels/native/compile.py FOLDER...` puts the libraries there, for images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPILE_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Libraries for CPUs that have `instructions`, by torch's names; none: for any CPU."""
+    """Libraries for CPUs with `instructions`, by torch's names; empty: for any CPU."""
 
     instructions: tuple[str, ...] = ()
 
@@ -28,7 +28,7 @@ class Variant:
         return (*FLAGS, *names)
 
     def file_name(self, folder: Path) -> str:
-        """The name of the library that the folder's sources make."""
+        """Return the library's name for the folder's sources."""
         digest = hashlib.sha256(repr(self.flags).encode())
         for source in sorted((*folder.glob("*.c"), *folder.glob("*.h"))):
             digest.update(source.read_bytes())
@@ -37,14 +37,14 @@ class Variant:
 
 AVX512 = Variant(("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni", "avx512_bf16", "fma3", "f16c"))
 AVX2 = Variant(("avx2", "fma3", "f16c"))
-VARIANTS = AVX512, AVX2  # the fastest first
+VARIANTS = AVX512, AVX2  # fastest first
 ANY_CPU = Variant()
 
 
 def library_path(folder: Path, variant: Variant) -> Path:
-    """The variant's library of a folder's C files: there, or compiled into the user's cache.
+    """Return the variant's library of a folder's C files: stored there, or compiled into the user's cache.
 
-    Raises OSError without gcc or a place to write to, subprocess.SubprocessError where gcc fails.
+    Raises OSError without gcc or a writable cache, subprocess.SubprocessError if gcc fails.
     """
     name = variant.file_name(folder)
     if (folder / name).is_file():
@@ -57,7 +57,7 @@ def library_path(folder: Path, variant: Variant) -> Path:
 
 
 def compile_into(target: Path, folder: Path, variant: Variant) -> None:
-    """Raises as `library_path`. The library appears whole, and other processes may do the same."""
+    """Compile the library; it appears whole, and other processes may do the same. Raises as `library_path`."""
     compiler = os.environ.get("CC") or shutil.which("gcc")
     if compiler is None:
         raise FileNotFoundError("gcc is not installed")

@@ -30,7 +30,7 @@ class _Queries(ctypes.Structure):
 
 
 def supports(pool: Tensor, num_heads: int) -> bool:
-    """Whether `DecodeAttention` takes this pool: (num_blocks, num_layers, 2, kv_heads, block_size, head_dim)."""
+    """Whether `DecodeAttention` supports this pool: (num_blocks, num_layers, 2, kv_heads, block_size, head_dim)."""
     if pool.dtype not in DTYPES or pool.device.type != "cpu" or pool.shape[2] != 2:
         return False
     found = library()
@@ -46,7 +46,7 @@ def _described(pool: Tensor, num_heads: int) -> _Pool:
 
 
 class Queries:
-    """What the decode rows of a step ask for: one query for each token of theirs, drafts included."""
+    """The queries of a step's decode rows: one for each of their tokens, drafts included."""
 
     def __init__(
         self,
@@ -56,8 +56,9 @@ class Queries:
         tables: Sequence[Sequence[int]],
         inputs: Tensor,
     ) -> None:
-        """For each query, which of the step's tokens it is, which table it reads, and how many keys it sees, its own
-        included. tables: block ids of sequences. inputs: see `StepBatch.inputs`."""
+        """tokens, rows, lengths: each query's index in the step, its table, and its number of keys, itself included.
+        tables: block ids of sequences. inputs: see `StepBatch.inputs`.
+        """
         self.num_queries = len(tokens)
         first_of_table = np.cumsum([0, *map(len, tables[:-1])], dtype=np.int64)
         ints = [
@@ -66,7 +67,7 @@ class Queries:
             first_of_table[rows],
             np.array(lengths, np.int64),
         ]
-        self._held = (ints, inputs)  # memory that is read
+        self._held = (ints, inputs)  # keeps memory alive that C reads
         tokens_at, tables_at, starts_at, lengths_at = (each.ctypes.data for each in ints)
         blocks_at, offsets_at = inputs[2].data_ptr(), inputs[3].data_ptr()
         self.struct = _Queries(self.num_queries, tokens_at, blocks_at, offsets_at, tables_at, starts_at, lengths_at)
@@ -79,12 +80,13 @@ class DecodeAttention:
         found = library()
         assert found is not None, "`supports` has asked for it"
         self._attend, self._pool, self._struct = found.native_attend, pool, _described(pool, num_heads)
-        self._strides = (pool.shape[3] * pool.shape[5], pool.shape[5], 1)  # of a token's K and V
+        self._strides = (pool.shape[3] * pool.shape[5], pool.shape[5], 1)  # of one token's K and V
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, queries: Queries) -> Tensor:
-        """q (tokens, num_heads, head_dim), kv (tokens, 2, kv_heads, head_dim): all of a step's, of the pool's dtype.
+        """Attend. q (tokens, num_heads, head_dim), kv (tokens, 2, kv_heads, head_dim): of a step, in the pool's
+        dtype.
 
-        Each token's in one piece, or they are copied. Returns (queries, num_heads, head_dim).
+        Copied unless each token is contiguous. Returns (queries, num_heads, head_dim).
         """
         if kv.stride()[1:] != self._strides:
             kv = kv.contiguous()

@@ -1,4 +1,4 @@
-"""C code of folders, in the fastest variant that this CPU has instructions for, and that of this folder."""
+"""Loads C code of folders in the fastest variant that this CPU supports, and the code of this folder."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import torch
 from kernels.native.compile import ANY_CPU, VARIANTS, Variant, library_path
 
 FOLDER = Path(__file__).resolve().parent
-DTYPES = (torch.bfloat16, torch.float32)  # of the numbers that functions of this folder take
+DTYPES = (torch.bfloat16, torch.float32)  # dtypes of numbers that this folder's functions take
 logger = logging.getLogger(__name__)
 
 
 def variants_of_this_cpu() -> Iterator[Variant]:
-    """Yield those whose instructions it has, the fastest first."""
+    """Yield the variants that this CPU supports, fastest first."""
     capabilities = torch.cpu.get_capabilities()
     return (each for each in VARIANTS if all(map(capabilities.get, each.instructions)))
 
 
 def loaded(folder: Path, variant: Variant) -> ctypes.CDLL:
-    """Compile the variant if it is not there. Raises OSError, subprocess.SubprocessError."""
+    """Load the variant, compiled first if needed. Raises OSError, subprocess.SubprocessError."""
     return ctypes.CDLL(str(library_path(folder, variant)))
 
 
 def load(folder: Path, variant: Variant, tell: Callable[[object], None]) -> ctypes.CDLL | None:
-    """The library; None where it cannot be compiled: `tell` is given the reason."""
+    """Load the library; None if it cannot be compiled, after calling `tell` with the reason."""
     try:
         return loaded(folder, variant)
     except (OSError, subprocess.SubprocessError) as error:
@@ -40,7 +40,7 @@ def load(folder: Path, variant: Variant, tell: Callable[[object], None]) -> ctyp
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The functions of this folder; None where they cannot be compiled, which is logged once."""
+    """Return this folder's functions; None if they cannot be compiled, which is logged once."""
     found = load(FOLDER, next(variants_of_this_cpu(), ANY_CPU), _tell)
     return found if found is None else declared(found)
 
@@ -50,7 +50,7 @@ def _tell(reason: object) -> None:
 
 
 def declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions' arguments."""
+    """Declare the argument types of the library's functions, and return it."""
     at, flag, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     found.native_attend.argtypes = [at, size, at, at, size, at, size, at]
     found.native_add_rms_norm.argtypes = [at, at, flag, at, ctypes.c_float, size, size, at, flag]

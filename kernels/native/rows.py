@@ -1,4 +1,4 @@
-"""Norm, rotation and gate of rows in C (`rows.c`), where gcc has compiled it and the numbers are of its types."""
+"""Norm, rotation and gate of rows in C (`rows.c`), if gcc has compiled it and the dtypes are supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.native.library import DTYPES, library
 def add_rms_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], Tensor] | None:
     """Make the function that adds x (rows, n), if given, to a float32 residual (rows, n) in place, and norms the sum.
 
-    weight: (n,). Its result has `dtype`. None where it cannot be made.
+    weight: (n,). Its result has `dtype`. None if it is not supported.
     """
     found = library()
     if found is None or dtype not in DTYPES or weight.device.type != "cpu":
@@ -36,7 +36,7 @@ def add_rms_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> Callable[[Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Rotate as `kernels.elementwise.rotate_` does; False, and nothing is done, where that is not possible."""
+    """Rotate like `kernels.elementwise.rotate_`; returns False, without doing anything, if it is not supported."""
     is_known = x.device.type == "cpu" and x.dtype in DTYPES and x.stride(-1) == 1 and cos.dtype == torch.float32
     if not is_known or cos.stride(-1) != 1 or sin.stride(-1) != 1 or (found := library()) is None:
         return False

@@ -1,11 +1,12 @@
-"""MXFP4 weights: numbers of 4 bits (e2m1) that share a power of two in groups of 32 columns. Packing and reference.
+"""MXFP4 weights: 4-bit numbers (e2m1) that share a power of two in groups of 32 columns. Packing and reference.
 
     w_nk = q_nk 2^(e_ng - 127),  g = k // 32
 
-q: a sign in bit 3, above an index into MAGNITUDES. A checkpoint holds blocks of 16 bytes, the number of the even
-column in the low half. Kernels read words of four, of the columns that `kernels/quantization/w4a16_gemm.py` says,
-with the bits of number i at SHIFTS[i]: so they are where a float16 has them after few shifts. Rows end in zeros up to
-whole chunks: 2,880 columns would be chunks of 64 otherwise, a third slower. Defined by the OCP Microscaling formats.
+q: a sign in bit 3, above an index into MAGNITUDES. A checkpoint stores blocks of 16 bytes, with the even column's
+number in the low half. Kernels read words of four numbers, of the columns of `kernels/quantization/w4a16_gemm.py`,
+with the bits of number i at SHIFTS[i], from where few shifts move them to their places in a float16. Rows are padded
+with zeros to whole chunks: 2,880 columns would otherwise be chunks of 64, a third slower. Defined by the OCP
+Microscaling formats.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from kernels.quantization.w4a16_gemm import MAX_CHUNK
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 GROUP_SIZE = 32
 EXPONENT_BIAS = 127
-MAX_EXPONENT = 128  # that `packed_experts` takes; trained weights stay far below 12
-SHIFTS = ((15, 9), (12, 6), (14, 3), (13, 0))  # of the sign, and of the lowest of the other bits
+MAX_EXPONENT = 128  # the largest that `packed_experts` supports; trained weights stay far below 12
+SHIFTS = ((15, 9), (12, 6), (14, 3), (13, 0))  # of the sign, and of the lowest other bit
 
 
 def filled(num_columns: int) -> int:
-    """Columns of packed weights."""
+    """Return the padded number of columns of packed weights."""
     return -(-num_columns // MAX_CHUNK) * MAX_CHUNK
 
 
 def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """A checkpoint's uint8 (..., columns / 32, 16) and (..., columns / 32) -> words and exponents.
+    """Pack a checkpoint's uint8 (..., columns / 32, 16) and (..., columns / 32) to words and exponents.
 
     Words are int16 (..., filled(columns) / 4), exponents uint8 (..., filled(columns) / 32).
     """
@@ -45,7 +46,7 @@ def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_mxfp4(words: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `pack_mxfp4` made -> (..., filled(columns)), exact but for `dtype`."""
+    """Dequantize the result of `pack_mxfp4` to (..., filled(columns)), exactly up to rounding to `dtype`."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], device=words.device)
     bits = words.int().view(*words.shape[:-1], -1, 1, MAX_CHUNK // 4)
     signs, others = (torch.tensor(shifts, device=words.device)[:, None] for shifts in zip(*SHIFTS, strict=True))

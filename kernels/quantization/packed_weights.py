@@ -1,12 +1,12 @@
-"""Packed weights of 2 to 6 bits with scales of groups: packing, and reference of their GEMMs.
+"""Packed weights of 2 to 6 bits with scales of groups: packing, and the reference of their GEMMs.
 
     w_nk = (q_nk - 2^(bits - 1)) s_ng + z_ng,  g = k / group size
 
-The low bits of q, two of 2 and 3 bits and four of others, lie in words of 16 bits. Columns are taken in chunks of as
-many as W words hold: part i of a chunk's word j is column i W + j, in bits i times their number and up. The high bits
-of the parts of two chunks share numbers of `high`, words of 3 and 6 bits and bytes of 5: number j has those of all
-columns i W + j, the lowest of the first column. Weights of 3 and 6 bits have no zeros: a pair is the scales of two
-groups. Weights of 4 bits are those of `kernels/quantization/w4a16_gemm.py`.
+The low bits of q are in 16-bit words: two bits for 2- and 3-bit weights, four for others. Columns are taken in chunks
+of as many as W words hold: part i of a chunk's word j is column i W + j, in bits from i times the low bits on. The
+high bits of the parts of two chunks share numbers of `high`, 16-bit words for 3 and 6 bits and bytes for 5: number j
+has those of all columns i W + j, the first column's lowest. Weights of 3 and 6 bits have no zeros: a pair is the
+scales of two groups. Weights of 4 bits are those of `kernels/quantization/w4a16_gemm.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from kernels.quantization.w4a16_gemm import PackedW4, pack_parts, unpack_parts
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """low_bits: of a value in its word. words: of a chunk. chunks: of a step, which share numbers of `high`.
-
-    group: columns that share a scale; 0: any that GEMMs take. is_symmetric: without zeros.
+    """low_bits: of a value in its word. words: per chunk. chunks: per step, which share numbers of `high`. group:
+    columns that share a scale; 0: any that GEMMs support. is_symmetric: without zeros.
     """
 
     low_bits: int
@@ -35,12 +34,12 @@ class Packing:
 
     @property
     def parts(self) -> int:
-        """Values of a word."""
+        """Values per word."""
         return 16 // self.low_bits
 
     @property
     def step(self) -> int:
-        """Columns of a step, of which rows have a multiple."""
+        """Columns per step; rows have a multiple of them."""
         return self.chunks * self.parts * self.words
 
 
@@ -50,13 +49,13 @@ PACKINGS = {
     4: Packing(4, 32),
     5: Packing(4, 32, 2, group=32),
     6: Packing(4, 16, 2, group=16, is_symmetric=True),
-}  # by their bits
+}  # by bits
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """words: int16 (out, in * low bits / 16). high: of 3 bits int16 (out, in / 16), of 5 uint8 and of 6 int16
-    (out, in / 8), else None.
+    """words: int16 (out, in * low bits / 16). high: int16 (out, in / 16) for 3 bits, uint8 and int16 (out, in / 8)
+    for 5 and 6, else None.
 
     pairs: bfloat16 (out, in / group size, 2), (s, z); of 3 and 6 bits (out, in / 32, 2), two scales.
     """
@@ -76,23 +75,23 @@ class PackedWeight:
 
     @property
     def pair_columns(self) -> int:
-        """Columns of a pair."""
+        """Columns per pair."""
         return self.num_columns // self.pairs.shape[1]
 
 
 def of_w4(packed: PackedW4) -> PackedWeight:
-    """View a weight of 4 bits, whose chunks must be of 128 columns, as a `PackedWeight`."""
+    """View a 4-bit weight, whose chunks must be of 128 columns, as a `PackedWeight`."""
     return PackedWeight(packed.words, None, packed.scales_and_zeros, 4)
 
 
 def can_pack(bits: int, num_columns: int, group_size: int) -> bool:
-    """Whether `pack_weight` takes such weights; those of 4 bits have `pack_w4`."""
+    """Whether `pack_weight` supports such weights; 4-bit weights use `pack_w4`."""
     packing = PACKINGS.get(bits)
     return packing is not None and packing.group == group_size and num_columns % packing.step == 0
 
 
 def pack_weight(values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> PackedWeight:
-    """values uint8 (out, in), below 2^bits; scales (out, groups), zeros likewise, unless weights are symmetric.
+    """Pack values uint8 (out, in), below 2^bits; scales (out, groups), zeros likewise, or None if symmetric.
 
     Raises ValueError for columns and groups that `can_pack` denies.
     """
@@ -106,14 +105,14 @@ def pack_weight(values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int)
     if width:
         upper = (values >> packing.low_bits).view(num_rows, -1, packing.step // packing.words, packing.words)
         high = torch.zeros_like(upper[:, :, 0], dtype=torch.int16)
-        for part in range(upper.shape[2]):  # one at a time: little extra memory
+        for part in range(upper.shape[2]):  # one at a time, to save memory
             high |= upper[:, :, part].short() << width * part
         high = high.flatten(1).to(torch.uint8 if bits == 5 else torch.int16)
     return PackedWeight(words, high, pairs.bfloat16().contiguous(), bits)
 
 
 def dequantize_packed(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """(out, in), computed in float32 and cast once."""
+    """Dequantize to (out, in), computed in float32 and rounded once."""
     bits, packing = packed.bits, packed.packing
     values = unpack_parts(packed.words, packing.low_bits, packing.words).int()
     if packed.high is not None:
@@ -129,6 +128,6 @@ def dequantize_packed(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x (rows, in) -> (rows, out) in the dtype of x."""
+    """Compute x (rows, in) -> (rows, out) in the dtype of x."""
     y = functional.linear(x.float(), dequantize_packed(packed, torch.float32))
     return (y if bias is None else y + bias.float()).to(x.dtype)

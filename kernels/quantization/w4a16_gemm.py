@@ -3,8 +3,8 @@
     y = x v^T + b,   v_nk = (w_nk - 8) s_ng + z_ng,  g = k / group_size
 
 Four int4 weights share an int16 word. Columns are taken in chunks of C, the largest of 128, 64, 32, 16 that divides a
-row: nibble i of a chunk's word j is column i C / 4 + j, in bits 4 i and up. So one nibble of neighbouring words holds
-neighbouring columns, and a word's four nibbles are a quarter of a chunk apart. Checkpoints that say v = (w - zero) s
+row: nibble i of a chunk's word j is column i C / 4 + j, in bits from 4 i on. So the same nibble of adjacent words
+holds adjacent columns, and a word's four nibbles are a quarter of a chunk apart. Checkpoints with v = (w - zero) s
 have z = (8 - zero) s.
 """
 
@@ -34,17 +34,17 @@ class PackedW4:
 
     @property
     def chunk(self) -> int:
-        """Columns whose weights share words."""
+        """Columns per chunk, whose weights share words."""
         return chunk_of(self.num_columns)
 
 
 def chunk_of(num_columns: int) -> int:
-    """The chunk of rows of so many columns."""
+    """Return the chunk size of rows of `num_columns`."""
     return min(num_columns & -num_columns, MAX_CHUNK)
 
 
 def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = torch.bfloat16) -> PackedW4:
-    """values uint8 (out, in), 0 to 15; scales and zeros (out, in / group_size).
+    """Pack values uint8 (out, in), 0 to 15, with scales and zeros (out, in / group_size).
 
     Groups are powers of two from 16 columns; those above 128 are stored as several. Raises ValueError for others.
     """
@@ -61,7 +61,7 @@ def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype = 
 
 
 def pack_words(values: Tensor) -> Tensor:
-    """uint8 (..., columns), 0 to 15 -> int16 (..., columns / 4)."""
+    """Pack uint8 (..., columns), 0 to 15, to int16 (..., columns / 4)."""
     return pack_parts(values, 4, chunk_of(values.shape[-1]) // 4)
 
 
@@ -71,10 +71,10 @@ def unpack_words(words: Tensor) -> Tensor:
 
 
 def pack_parts(values: Tensor, bits: int, num_words: int) -> Tensor:
-    """uint8 (..., columns), below 2^bits -> int16 (..., columns * bits / 16), in chunks of so many words."""
+    """Pack uint8 (..., columns), below 2^bits, to int16 (..., columns * bits / 16); num_words: per chunk."""
     parts = values.reshape(*values.shape[:-1], -1, 16 // bits, num_words)
     words = torch.zeros_like(parts[..., 0, :], dtype=torch.int16)
-    for part in range(16 // bits):  # one at a time: little extra memory
+    for part in range(16 // bits):  # one at a time, to save memory
         words |= parts[..., part, :].to(torch.int16) << bits * part
     return words.flatten(-2)
 
@@ -87,13 +87,13 @@ def unpack_parts(words: Tensor, bits: int, num_words: int) -> Tensor:
 
 
 def dequantize_w4(packed: PackedW4, dtype: torch.dtype) -> Tensor:
-    """(out, in), computed in float32 and rounded once."""
+    """Dequantize to (out, in), computed in float32 and rounded once."""
     groups = unpack_words(packed.words).view(*packed.scales_and_zeros.shape[:2], packed.group_size).float().sub_(8)
     scales, zeros = packed.scales_and_zeros.float().unbind(-1)
     return groups.mul_(scales[..., None]).add_(zeros[..., None]).flatten(1).to(dtype)
 
 
 def w4a16_linear(x: Tensor, packed: PackedW4, bias: Tensor | None = None) -> Tensor:
-    """x (rows, in) -> (rows, out) in the dtype of x."""
+    """Compute x (rows, in) -> (rows, out) in the dtype of x."""
     y = functional.linear(x.float(), dequantize_w4(packed, torch.float32))
     return (y if bias is None else y + bias.float()).to(x.dtype)

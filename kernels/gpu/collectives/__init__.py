@@ -1,1 +1,1 @@
-"""Exchanges between the GPUs of a tensor-parallel group, from inside kernels."""
+"""Collectives between the GPUs of a tensor-parallel group, within kernels."""

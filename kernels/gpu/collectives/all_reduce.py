@@ -1,11 +1,11 @@
-"""One-shot all-reduce, fused with residual, RMS norm and quantization, and all-gather over symmetric memory, for few
-rows.
+"""One-shot collectives over symmetric memory, for few rows: all-gather, and all-reduce fused with RMS norm.
 
-The ranks' GPUs map each other's memory. Each has an inbox of two halves with a slot for each sender, and a flag for
-each sender and program. A program pushes its part into all peers' inboxes, raises its flags there, and waits for the
-flags of the peers. Collectives are counted per program on the device, so that kernels can be replayed in a graph; the
-count (epoch) also selects the half. Two halves are enough: a rank at epoch e + 2 has seen all peers at e + 1, after
-their kernel of epoch e. Latency counts here, not bandwidth: NCCL is for long prompts.
+The all-reduce also adds the residual, and may quantize the norm. The ranks' GPUs map each other's memory. Each has an
+inbox of two halves with a slot per sender, and a flag per sender and program. A program pushes its part into all
+peers' inboxes, raises its flags there, and waits for the peers' flags. Collectives are counted per program on the
+device, so kernels can be replayed in a graph; the count (epoch) also selects the half. Two halves are enough: a rank
+at epoch e + 2 has seen all peers at e + 1, after their kernel of epoch e. These are for latency; NCCL is for the
+bandwidth of long prompts.
 
 All ranks must run the same collectives in the same order.
 """
@@ -24,17 +24,16 @@ from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predeces
 from kernels.gpu.quantization.quantize import empty_quantized, largest_value, quantize_row
 
 GATHER_CHUNK = 4096
-MAX_POLLS = tl.constexpr(1 << 27)  # of a flag, a minute or two: a peer may be compiling
+MAX_POLLS = tl.constexpr(1 << 27)  # polls of a flag, for a minute or two: a peer may be compiling
 
 
 @dataclass(frozen=True, slots=True)
 class SymmetricMemory:
     """One rank's view of all ranks' memory for one kind of collective.
 
-    addresses: int64 (size,), of each rank's memory as it is mapped here. counters: int32 (num_programs,), zero at
-    first. width: elements that one program sends.
-
-    In memory: flags int32 (size, num_programs), zero at first, then the inbox (2, size, num_programs, width).
+    addresses: int64 (size,), where each rank's memory is mapped here. counters: int32 (num_programs,), initially
+    zero. width: elements that one program sends.
+    In memory: flags int32 (size, num_programs), initially zero, then the inbox (2, size, num_programs, width).
     """
 
     addresses: Tensor
@@ -55,13 +54,13 @@ def _flag_bytes(size: int, num_programs: int) -> int:
 
 
 def symmetric_bytes(size: int, num_programs: int, width: int, dtype: torch.dtype) -> int:
-    """Size of each rank's memory."""
+    """Return the bytes of each rank's memory."""
     return _flag_bytes(size, num_programs) + 2 * size * num_programs * width * dtype.itemsize
 
 
 @triton.jit
 def give_up(COMPILED: tl.constexpr):
-    """End the kernel with an error: the peer is gone, and without it nobody would ever know."""
+    """End the kernel with an error: the peer is gone, and nothing else would report it."""
     if COMPILED:
         tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -71,7 +70,7 @@ def _push(
     addresses_ptr, value, place, columns, inside, program, num_programs, epoch, width, flag_bytes,
     RANK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write `value` to place `place` of every peer's inbox, then raise the flags there."""
+    """Write `value` to place `place` of every peer's inbox, then raise this program's flags there."""
     half = (epoch & 1).to(tl.int64)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
@@ -90,7 +89,7 @@ def _pull(
     addresses_ptr, sender, place, columns, inside, program, num_programs, epoch, width, flag_bytes,
     DTYPE: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Wait for what `sender` pushes at this epoch, and read it."""
+    """Wait until `sender` has pushed its part of this epoch, and read it."""
     own = tl.load(addresses_ptr + RANK)
     flag = own.to(tl.pointer_type(tl.int32)) + sender * num_programs + program
     num_polls = 0
@@ -110,7 +109,7 @@ def _all_reduce_norm_kernel(
     flag_bytes, eps, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX: tl.constexpr,
     OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. MAX: the largest quantized value, 0 to store the norm as it is."""
+    """One row per program. MAX: the largest quantized value; 0 stores the norm unquantized."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < n
@@ -171,9 +170,9 @@ def _all_gather_kernel(
 
 
 def all_reduce_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory) -> Tensor:
-    """Add all ranks' x (num_rows, n) to `residual` in place, the same on all, and return the norm of that.
+    """Add the sum of all ranks' x (num_rows, n) to `residual`, equal on all ranks, in place, and return its norm.
 
-    One program a row; everything contiguous.
+    One program per row; all tensors contiguous.
     """
     out = torch.empty_like(residual)
     _all_reduce(x, residual, weight, eps, peers, out, None, 0.0)
@@ -184,7 +183,7 @@ def all_reduce_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: SymmetricMemory, dtype: torch.dtype,
     num_planes: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Do as `all_reduce_rms_norm`; return the norm as values of `dtype` and scales, see `quantize_rows`."""
+    """Compute `all_reduce_rms_norm`; return the norm as values of `dtype` and scales, see `quantize_rows`."""
     num_rows, n = residual.shape
     values, scales = empty_quantized(num_rows, n, dtype, num_planes, residual.device)
     _all_reduce(x, residual, weight, eps, peers, values, scales, largest_value(dtype, num_planes))
@@ -210,10 +209,10 @@ def _all_reduce(
 
 
 def all_gather(x: Tensor, peers: SymmetricMemory, only: Tensor | None = None) -> Tensor:
-    """x (num_rows, n) of each rank, contiguous -> (num_rows, size * n), in the order of ranks.
+    """Gather each rank's x (num_rows, n), contiguous -> (num_rows, size * n), in the order of ranks.
 
-    A program sends GATHER_CHUNK columns of a row, so `peers` has that width. only: int (num_rows,), the same on
-    all ranks: rows of 0 are left out, and undefined.
+    A program sends GATHER_CHUNK columns of a row, which is the width of `peers`. only: int (num_rows,), equal on all
+    ranks: rows with 0 are skipped, and undefined.
     """
     num_rows, n = x.shape
     chunks = triton.cdiv(n, GATHER_CHUNK)

@@ -1,4 +1,4 @@
-"""One rank's share of an embedding: rows of its part of the vocabulary, zeros for tokens of others."""
+"""One rank's share of an embedding: rows of its part of the vocabulary, zeros for other tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _vocab_parallel_embed_kernel(
 
 
 def vocab_parallel_embed(token_ids: Tensor, embedding: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """token_ids (num_rows,), embedding (count, n) of tokens from `first` on -> zeros and the share, (num_rows, n)."""
+    """Look up token_ids (num_rows,) in embedding (count, n), from token `first` on: zeros, share (num_rows, n)."""
     num_rows, (count, n) = token_ids.shape[0], embedding.shape
     residual, out = (torch.empty(num_rows, n, dtype=embedding.dtype, device=embedding.device) for _ in range(2))
     overlaps = overlaps_launches(embedding)

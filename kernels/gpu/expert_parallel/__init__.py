@@ -1,1 +1,1 @@
-"""Rows on their way between the ranks that hold different experts."""
+"""Exchanges of rows between the ranks that hold different experts."""

@@ -1,11 +1,11 @@
-"""What comes between blocks of ranks whose rows are divided: their outputs added up, residual, RMS norm, gathering.
+"""Kernels between the blocks of ranks that divide rows: sum of outputs, residual, RMS norm, all-gather.
 
     scatter or combine   y[t] = sum over ranks of their shares of this rank's row t, or of its experts' partial sums
     add, norm            residual[t] += y[t];  x[t] = rms_norm(residual[t]) * weight
     gather               x of all ranks' rows, for a block that needs them
 
-One kernel over `kernels/gpu/expert_parallel/exchange_memory.py`, one program for a row of each rank. A rank sends a
-row once to each rank that wants it, which is as much as a ring moves: so it is for any number of rows.
+One kernel over `kernels/gpu/expert_parallel/exchange_memory.py`, with a program per row of each rank. A rank sends a
+row once to each rank that needs it, as much as a ring would move, so the kernel is for any number of rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _scatter_row(
     pending_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n, max_rows, inbox_at, RANK: tl.constexpr,
     SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Send that row of the other ranks to them, and add up this rank's: float32 (BLOCK,)."""
+    """Send this row of the other ranks to them, and sum up this rank's: float32 (BLOCK,)."""
     columns = tl.arange(0, BLOCK)
     inside = columns < n
     dtype = pending_ptr.dtype.element_ty
@@ -71,7 +71,7 @@ def _gather_row(
     x, out_ptr, addresses_ptr, epochs_ptr, row, num_rows, num_tokens, n, max_rows, inbox_at, RANK: tl.constexpr,
     SIZE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Send this rank's row x (BLOCK,) to all others; store that row of all ranks."""
+    """Send this rank's row x (BLOCK,) to all others, and store this row of all ranks."""
     columns = tl.arange(0, BLOCK)
     inside = columns < n
     epoch = tl.load(epochs_ptr + GATHER * max_rows + row) + 1
@@ -104,7 +104,7 @@ def _divided_norm_kernel(
     GATHERS: tl.constexpr,
     COUNTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """NUM_PARTS: of experts, 0: pending is this rank's share of a sum."""
+    """NUM_PARTS: partial sums of experts; 0: pending is this rank's share of a sum."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < n
@@ -139,8 +139,8 @@ def scatter_add_rms_norm(
 ) -> Tensor:
     """Add this rank's rows of the sum of all ranks' pending (num_tokens, n) to residual (rows, n), and norm it.
 
-    rows: ceil(num_tokens / size), of which the last ranks' last do not exist. Returns the norm of this rank's rows
-    (rows, n), zeros for those that do not exist, or if it gathers, of all (num_tokens, n).
+    rows: ceil(num_tokens / size); the last ranks may have fewer. Returns the norm of this rank's rows (rows, n),
+    zeros for missing rows, or with `gathers` of all rows (num_tokens, n).
     """
     return _add_norm(pending, pending.shape[0], None, residual, weight, eps, memory, gathers)
 
@@ -149,7 +149,7 @@ def combine_add_rms_norm(
     parts: Tensor, dispatched: Dispatched, residual: Tensor, weight: Tensor, eps: float, memory: ExchangeMemory,
     gathers: bool,
 ) -> Tensor:  # fmt: skip
-    """Do as `scatter_add_rms_norm` with what `combine` returns."""
+    """Compute `scatter_add_rms_norm` for the result of `combine`."""
     check_parts(parts, dispatched.chosen, dispatched, memory.layout)
     return _add_norm(parts, dispatched.num_tokens, dispatched.chosen, residual, weight, eps, memory, gathers)
 

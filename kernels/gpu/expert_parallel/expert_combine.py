@@ -2,8 +2,8 @@
 
     out[t] = sum over ranks of their partial sums of this rank's row t
 
-One kernel over `kernels/gpu/expert_parallel/exchange_memory.py`: a program returns one row of each of the other
-ranks, and adds up what comes back of this rank's. Reference: `engine/expert_parallel/exchange.py`.
+One kernel over `kernels/gpu/expert_parallel/exchange_memory.py`: a program returns one row of each other rank, and
+sums up the partial sums returned for this rank's row. Reference: `engine/expert_parallel/exchange.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kernels.gpu.launch import is_compiled, overlaps_launches, wait_for_predeces
 def _partial_sum(
     parts_ptr, part_chosen_ptr, slot, num_slots, columns, n, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum of what this rank's experts made of a row, float32."""
+    """Sum up the outputs of this rank's experts for a row, float32."""
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(NUM_PARTS):
         is_held = tl.load(part_chosen_ptr + slot * NUM_PARTS + j) >= 0
@@ -46,7 +46,7 @@ def _comes_back(
     chosen_ptr, row, num_rows, num_tokens, SIZE: tl.constexpr, RANKS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, IS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Whether the row that a rank may have sent has come, for each of RANKS."""
+    """Return, for each of RANKS, whether it has sent the row."""
     peers, ks = tl.arange(0, RANKS), tl.arange(0, PADDED)
     slots = peers * num_rows + row
     is_there = (peers < SIZE)[:, None] & (ks < CHOICES)[None, :]
@@ -64,7 +64,7 @@ def combine_row(
     CHOICES: tl.constexpr, PADDED: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Return that row of the other ranks, and add up what comes back of this rank's: float32 (BLOCK,)."""
+    """Return this row of the other ranks, and sum up the partial sums of this rank's: float32 (BLOCK,)."""
     columns = tl.arange(0, BLOCK)
     inside = columns < n
     dtype = parts_ptr.dtype.element_ty
@@ -106,7 +106,7 @@ def _combine_kernel(
     CHOICES: tl.constexpr, PADDED: tl.constexpr, IS_PADDED: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row a rank has."""
+    """One program per row of a rank."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     wait_for_predecessor(OVERLAPS)
@@ -118,7 +118,7 @@ def _combine_kernel(
 
 
 def check_parts(parts: Tensor, part_chosen: Tensor, dispatched: Dispatched, layout: ExchangeLayout) -> None:
-    """Raise ValueError for what the kernels do not take, see `combine`."""
+    """Raise ValueError for arguments that the kernels do not support, see `combine`."""
     num_parts, total, n = parts.shape
     if part_chosen.shape != (total, num_parts) or total != dispatched.x.shape[0] or n != layout.width:
         raise ValueError(f"{list(parts.shape)} parts are not of {list(dispatched.x.shape)} rows")
@@ -130,10 +130,10 @@ def combine(
     parts: Tensor, dispatched: Dispatched, memory: ExchangeMemory, part_chosen: Tensor | None = None,
     is_padded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return this rank's rows (rows, hidden), summed over all experts; zeros for rows that do not exist.
+    """Return this rank's rows (rows, hidden), summed over all experts; zeros for missing rows.
 
-    parts: (num_parts, size * rows, hidden), what this rank's experts made of the rows that came. part_chosen: int32
-    (size * rows, num_parts), the expert of each, by default the chosen; parts of -1 are left out.
+    parts: (num_parts, size * rows, hidden), outputs of this rank's experts for received rows. part_chosen: int32
+    (size * rows, num_parts), the expert of each part, by default the chosen ones; parts of -1 are left out.
     """
     layout, (num_parts, total, n) = memory.layout, parts.shape
     if part_chosen is None:

@@ -2,10 +2,10 @@
 
     received[s, t] = x[t] of rank s, for each row t that chose one of this rank's experts
 
-One kernel over `kernels/gpu/expert_parallel/exchange_memory.py`: a program sends one row to all ranks that it goes
-to, at most once each, and takes that row of all ranks. GEMMs read rows where they came to lie. More programs, one for
-each expert, may list the pairs of rows and experts by expert once all rows are there, so that grouped GEMMs start at
-once. Shapes depend on the step's number of rows alone, so a step can be captured.
+One kernel over `kernels/gpu/expert_parallel/exchange_memory.py`: a program sends one row to all ranks with one of its
+experts, once to each, and receives this row of all ranks. GEMMs read rows where they were received. More programs,
+one per expert, may list the pairs of rows and experts by expert once all rows have arrived, so that grouped GEMMs can
+start. Shapes depend only on the step's number of rows, so a step can be captured.
 
 `kernels/gpu/expert_parallel/expert_combine.py` is the way back. Reference: `engine/expert_parallel/exchange.py`.
 """
@@ -38,9 +38,9 @@ from kernels.gpu.moe.expert_pairs import SORT_BLOCK, SortedPairs, list_pairs, so
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """Rows that came to this rank's experts, row t of rank s at s * rows a rank + t.
+    """Rows received for this rank's experts; row t of rank s is at s * rows + t, with `rows` per rank.
 
-    x: (size * rows, hidden), until they are combined; undefined where nothing came. shares: float32, chosen: int32,
+    x: (size * rows, hidden), valid until combined; undefined where nothing was sent. shares: float32, chosen: int32,
     (size * rows, choices); experts are counted from the rank's first, -1: another rank's. pairs: by expert.
     num_tokens: of all ranks.
     """
@@ -54,7 +54,7 @@ class Dispatched:
 
 @triton.jit
 def _chosen_of(choices, rank, HELD: tl.constexpr):
-    """Choices as experts counted from the rank's first, -1 for others."""
+    """Return choices as experts counted from the rank's first, -1 for others."""
     theirs = choices - rank * HELD
     return tl.where((choices >= 0) & (theirs >= 0) & (theirs < HELD), theirs, -1)
 
@@ -115,7 +115,7 @@ def _list_expert(
     chosen_ptr, order_ptr, counts_ptr, arrived_ptr, num_rows, num_pairs, expert, NUM_LISTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List an expert's pairs when all programs of rows are done, which come first and do not wait for this one."""
+    """List an expert's pairs once all programs of rows are done, which come first and do not wait for this one."""
     while tl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu") < num_rows:
         pass
     list_pairs(chosen_ptr, order_ptr, counts_ptr, num_pairs, expert, BLOCK, ".cg")
@@ -132,7 +132,7 @@ def _dispatch_kernel(
     HELD: tl.constexpr, IS_PADDED: tl.constexpr, LISTS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr, OVERLAPS: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row a rank has, then, if it LISTS, one for each expert."""
+    """One program per row of a rank, then with LISTS one per expert."""
     program = tl.program_id(0).to(tl.int64)
     wait_for_predecessor(OVERLAPS)
     if program < num_rows:
@@ -156,11 +156,11 @@ def dispatch(
     x: Tensor, shares: Tensor, chosen: Tensor, num_tokens: int, num_held: int, memory: ExchangeMemory,
     is_padded: bool = False, lists: bool = True,
 ) -> Dispatched:  # fmt: skip
-    """Send this rank's rows to their experts' ranks, and take what comes to its own.
+    """Send this rank's rows to their experts' ranks, and receive those for its own experts.
 
-    x: (rows, hidden), shares: float32 and chosen: int32 (rows, choices), contiguous, of ceil(num_tokens / size)
-    rows, of which the last ranks' last do not exist. The first top_k choices are experts of all ranks, num_held each;
-    after those are experts that every rank has. is_padded: rows go to all ranks. lists: pairs by expert.
+    x: (rows, hidden), shares: float32 and chosen: int32 (rows, choices), contiguous, of ceil(num_tokens / size) rows;
+    the last ranks may have fewer. The first top_k choices are experts of all ranks, num_held each; later choices are
+    experts that every rank has. is_padded: rows go to all ranks. lists: list pairs by expert.
     """
     layout, (rows, n), num_choices = memory.layout, x.shape, chosen.shape[1]
     if rows != rows_a_rank(num_tokens, layout.size):

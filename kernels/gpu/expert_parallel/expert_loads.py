@@ -1,8 +1,8 @@
-"""Counts of the tokens that choose each expert, after `route` and only where they are asked for.
+"""Counts of the tokens that choose each expert, after `route`, if they are asked for.
 
     loads[e] += number of (t, j) with chosen[t, j] = e and slots[t] >= 0
 
-Rows without a slot in the KV pool are padding of a graph. Reference: `Moe.route`.
+Rows without a slot in the KV pool are a graph's padding. Reference: `Moe.route`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
-BLOCK = 256  # choices of a program
+BLOCK = 256  # choices per program
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -32,9 +32,9 @@ def _count_choices_kernel(
 
 
 def count_choices(chosen: Tensor, slots: Tensor, loads: Tensor) -> None:
-    """Add to loads, int64 (num_experts,), what rows chose that have a slot.
+    """Add the choices of rows with a slot to loads, int64 (num_experts,).
 
-    chosen: int32 (num_tokens, choices), of all experts, shared ones, which are not counted, after them. slots: int32
+    chosen: int32 (num_tokens, choices), of all experts; shared ones follow them and are not counted. slots: int32
     (num_tokens or more,).
     """
     if chosen.dtype != torch.int32 or not chosen.is_contiguous() or loads.dtype != torch.int64:

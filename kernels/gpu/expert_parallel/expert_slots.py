@@ -1,8 +1,8 @@
-"""Choices of experts to slots, where experts have replicas: `engine/expert_parallel/slots.py` in a kernel.
+"""Maps chosen experts to slots if experts have replicas: `engine/expert_parallel/slots.py` in a kernel.
 
     chosen[t, j] = table[e, t mod counts[e]] - first held, of e = chosen[t, j]; another rank's: -1
 
-Behind `route`, and only of layers with a placement. Reference: `ExpertSlots.choose`.
+Runs after `route`, only for layers with a placement. Reference: `ExpertSlots.choose`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
-BLOCK = 256  # choices of a program
+BLOCK = 256  # choices per program
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -37,7 +37,7 @@ def _choose_slots_kernel(
 
 def choose_slots(chosen: Tensor, table: Tensor, counts: Tensor, held: range) -> None:
     """Replace experts by slots in place, counted from the first held. chosen: int32 (num_tokens, choices), of all
-    experts, shared ones after them; these come after the slots held. table, counts: int64, see `ExpertSlots`.
+    experts, followed by shared ones, which come after the held slots. table, counts: int64, see `ExpertSlots`.
     """
     if chosen.dtype != torch.int32 or not chosen.is_contiguous():
         raise ValueError("chosen must be contiguous int32")

@@ -1,1 +1,1 @@
-"""GEMMs of few rows over weights of 16 bits."""
+"""GEMMs of few rows over 16-bit weights."""

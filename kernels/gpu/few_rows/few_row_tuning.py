@@ -1,4 +1,4 @@
-"""Settings of GEMMs of few rows, as `kernels/gpu/tuning.py` has those of other kernels."""
+"""Tuned settings of GEMMs of few rows, like `kernels/gpu/tuning.py` for other kernels."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ PRELOADED = GemmTable(
     Rule(PreloadedConfig(512), rows=at_most(64), tiles=at_most(264)),
 )
 
-# With more rows, attention after such a GEMM starts late, so that its programs spread evenly; up to these an early
-# start hides more than that gains (docs/decisions/kernel-launches-and-cuda-graphs.md).
+# With more rows, attention after such a GEMM starts late, so that its programs spread evenly; up to this many, an
+# early start hides more time than that gains (docs/decisions/kernel-launches-and-cuda-graphs.md).
 SPREAD_ROWS = 32
 
-# Weights up to so many are asked for before the wait: a whole step of Qwen3-0.6B is 3% faster at 1 and 8 rows, of
-# Qwen2.5-7B 2% slower.
+# Weights of up to this size are prefetched before the wait: a whole step of Qwen3-0.6B is 3% faster at 1 and 8 rows,
+# of Qwen2.5-7B 2% slower.
 MAX_PREFETCHED_WEIGHTS = 1 << 23

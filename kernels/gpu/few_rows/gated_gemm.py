@@ -1,8 +1,8 @@
 """Skinny GEMM of gate and up on a GPU: y = silu(x W_gate^T + b_gate) * (x W_up^T + b_up), or with GELU.
 
-As in `skinny_gemm`, a tile of W is the M operand of `tl.dot` and x, padded to a power of two, the N operand; a
-program holds the tiles of gate and up for the same columns, so x is read once for both and neither GEMM's output is
-ever written. Rounded once.
+As in `skinny_gemm`, a tile of W is the M operand of `tl.dot` and x, padded to a power of two, the N operand. A
+program computes the tiles of gate and up for the same columns, so x is read once for both, and neither GEMM's output
+is written to memory. Rounded once.
 
 Reference: `functional.linear` and `kernels/elementwise.py`.
 """
@@ -57,7 +57,8 @@ def _gated_kernel(
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: TileConfig, is_gelu: bool = False) -> Tensor:
-    """x (rows <= 64, in), columns of stride 1; weight (2 n, in), contiguous, gate first; bias (2 n,) -> (rows, n).
+    """Multiply x (rows <= 64, in), columns of stride 1; weight (2 n, in), contiguous, gate first; bias (2 n,) ->
+    (rows, n).
 
     is_gelu: GELU instead of SiLU, see `silu_mul`.
     """

@@ -1,4 +1,4 @@
-"""What GEMMs are launched with, and the table that chooses it by the shapes of x and of the weight."""
+"""Launch configurations of GEMMs, and the table that chooses them by the shapes of x and of the weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.gpu.tuning import Config, Rule, first_fit
 
 
 class GemmTable(Generic[Config]):
-    """A table for x (rows, k) and a weight (n, k). None: another kernel is faster.
+    """A table for x (rows, k) and a weight (n, k); it finds None if another kernel is faster.
 
     rows: of x, or of its int8 planes. n_per_k: n / k. outputs: rows * n. tiles: of 64 x 512 weights.
     """
@@ -27,7 +27,7 @@ class GemmTable(Generic[Config]):
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """block_n x block_k: the tile of W in a program's loop."""
+    """block_n x block_k: the tile of W per iteration of a program's loop."""
 
     block_n: int
     block_k: int
@@ -37,12 +37,11 @@ class GemvConfig:
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """block_n x block_k: the tile of W in a program's loop; split_k programs share a tile's K.
+    """block_n x block_k: the tile of W per iteration of a program's loop; split_k programs share a tile's K.
 
-    block_m: the most rows, or rows of planes, that a program takes; fewer are padded to a power of two, at least 16
-    (unless 8 are the most, which grouped GEMMs take). columns_first: of grouped GEMMs, neighbouring programs take
-    the same pairs, which are read from memory once, and not the same columns. by_descriptor: theirs, too, see
-    `takes_boxes`.
+    block_m: most rows, or rows of planes, per program; fewer are padded to a power of two, at least 16 (or 8, if that
+    is the most, for grouped GEMMs). columns_first: for grouped GEMMs, adjacent programs share pairs, which are then
+    read from memory once, instead of columns. by_descriptor: for grouped GEMMs, see `takes_boxes`.
     """
 
     block_n: int
@@ -57,7 +56,7 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class PreloadedConfig:
-    """chunk: columns of W and x that are loaded at a time. num_chunks: of a program. depth: chunks of x in flight."""
+    """chunk: columns of W and x per load. num_chunks: per program. depth: chunks of x in flight."""
 
     chunk: int
     num_chunks: int = 1

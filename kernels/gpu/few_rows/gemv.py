@@ -1,8 +1,8 @@
-"""GEMV: one row of 16 bits times a weight that streams through registers, without tensor cores.
+"""GEMV: one 16-bit row times a weight that streams through registers, without tensor cores.
 
     y = [silu(W_gate h) *] W h + b [+ residual],  h = x or its RMS norm
 
-Norm, gate and residual are part of it. Reference: `functional.linear`, `kernels/elementwise.py`.
+Norm, gate and residual are fused. Reference: `functional.linear`, `kernels/elementwise.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.gpu.few_rows.few_row_tuning import MAX_PREFETCHED_WEIGHTS
 from kernels.gpu.few_rows.gemm_configs import GemvConfig
 from kernels.gpu.launch import overlaps_launches, prefetch, wait_for_predecessor
 
-LINE = tl.constexpr(64)  # elements of a line of the L2 cache
+LINE = tl.constexpr(64)  # elements per line of the L2 cache
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _gemv_kernel(
             squares += x * x
             x *= tl.load(norm_ptr + ks, mask=ks < K, other=0.0).to(tl.float32)
         total += weight.to(tl.float32) * x[None, :]
-        if GATED:  # rows N and on of the weight belong to `up`
+        if GATED:  # rows from N on of the weight belong to `up`
             up_rows = weight_rows + N.to(tl.int64) * K
             if EVEN:
                 up = tl.load(up_rows + ks[None, :], eviction_policy="evict_first")
@@ -77,12 +77,11 @@ def gemv(
     eps: float = 0.0, added_to: Tensor | None = None, is_gated: bool = False, out_dtype: torch.dtype | None = None,
     is_gelu: bool = False,
 ) -> Tensor:  # fmt: skip
-    """One row through a whole step of a decoder: y = [silu(W_gate h) *] W h + b [+ added_to], h = x or its norm.
+    """Compute one row of a fused decoder step: y = [silu(W_gate h) *] W h + b [+ added_to], h = x or its norm.
 
-    x: (1, in), contiguous. weight: (out, in), or (2 out, in) with the gate's rows first when `is_gated`;
-        is_gelu: by GELU, see `silu_mul`.
-    norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between. added_to: (1, out), the residual,
-    takes the sum in place. out_dtype: of y, by default x's. Returns (1, out).
+    x: (1, in), contiguous. weight: (out, in), or (2 out, in) with the gate's rows first if `is_gated`. is_gelu: GELU
+    instead of SiLU, see `silu_mul`. norm: weight (in,) of the RMS norm of x with `eps`, not rounded in between.
+    added_to: (1, out), the residual, to which y is added in place. out_dtype: of y, by default x's. Returns (1, out).
     """
     n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
     if x.shape != (1, k) or not weight.is_contiguous():

@@ -1,9 +1,9 @@
-"""Norms and gates that add up what GEMMs leave as split-K partials.
+"""Norms and gates that sum up split-K partials of GEMMs.
 
-add_rms_norm_of_partials: `add_rms_norm` of their sum
-silu_mul_of_partials:     `silu_mul` of theirs
+add_rms_norm_of_partials: `add_rms_norm` of the sum
+silu_mul_of_partials:     `silu_mul` of the sum
 
-The formulas are those of `kernels/gpu/elementwise`, and so are the references.
+Formulas and references are those of `kernels/gpu/elementwise`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _silu_mul_of_partials_kernel(
 
 
 def silu_mul_of_partials(partials: Tensor) -> Tensor:
-    """(num_splits, rows, 2 n), contiguous -> (rows, n). At most 65,535 rows."""
+    """Compute (num_splits, rows, 2 n), contiguous -> (rows, n). At most 65,535 rows."""
     if not partials.is_contiguous():
         raise ValueError("partials must be contiguous")
     num_splits, num_rows, width = partials.shape

@@ -1,11 +1,12 @@
 """Skinny GEMM whose weights are in shared memory before the previous kernel has ended: y = x W^T + b.
 
-A program's tile of W fits into shared memory and does not depend on the step, so TMA loads it while the
-previous kernel still runs (see `launch`); only x, some ten KB from the L2 cache, is read after the wait. Instead of
-loops over K there are programs along K: each leaves split-K partials, rounded like an output, and the next kernel
-(`rms_norm`, `silu_mul`, `rope`) adds them up in their order. Nothing depends on timing, nor a row on the other rows.
+A program's tile of W fits into shared memory and does not depend on the step, so TMA loads it while the previous
+kernel still runs (see `launch`); only x, some ten KB in the L2 cache, is read after the wait. Instead of loops over K
+there are programs along K: each leaves split-K partials, rounded like an output, and the next kernel (`rms_norm`,
+`silu_mul`, `rope`) adds them in order. Results do not depend on timing, nor a row on other rows.
 
-This pays where the programs of a launch find room at once, so for small weights: `few_row_tuning.py`.
+It pays off if all programs of a launch fit on the GPU at once, so for small weights: `few_row_tuning.py`.
+
 Reference: `functional.linear`.
 """
 
@@ -21,13 +22,13 @@ from kernels.gpu.few_rows.gemm_configs import PreloadedConfig
 from kernels.gpu.launch import let_successor_start, overlaps_launches, wait_first
 
 MAX_ROWS = 64
-COLUMN_MULTIPLE = 8  # of the weight, whose rows are then aligned
+COLUMN_MULTIPLE = 8  # of the weight, for aligned rows
 SHARED_BYTES = 196_608  # 64 x 1024 of W and 32 x 1024 of x
 BLOCK_N = 64  # rows of W in a tile: the smallest M of wgmma
 
 
 def fits_preloaded(device: torch.device) -> bool:
-    """Whether a multiprocessor has the shared memory that the chosen configurations need."""
+    """Whether a multiprocessor has the shared memory that the configurations need."""
     if device.type != "cuda":
         return True
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -44,7 +45,7 @@ def _preloaded_kernel(
     first_column = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
     first = split * (CHUNK * NUM_CHUNKS)
-    weights = ()  # beyond the weight's end there are zeros
+    weights = ()  # zeros beyond the weight's end
     for i in tl.static_range(NUM_CHUNKS):
         tile = weight_desc.load([first_column, first + i * CHUNK])
         weights = weights + (tile,)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
@@ -61,7 +62,7 @@ def _preloaded_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for i in tl.static_range(NUM_CHUNKS):
         total = tl.dot(weights[i], tl.trans(xs[i]), total, input_precision="ieee")
-        if i + DEPTH < NUM_CHUNKS:  # only now, so that it can take the place of the chunk just used
+        if i + DEPTH < NUM_CHUNKS:  # only now, so that it can reuse the memory of the previous chunk
             exists = has_row if EVEN else has_row & (ks + (i + DEPTH) * CHUNK < K)[None, :]
             more = tl.load(x_rows + (i + DEPTH) * CHUNK, mask=exists, other=0.0)
             xs = xs + (more,)  # type: ignore[assignment]  # noqa: RUF005
@@ -76,10 +77,10 @@ def _preloaded_kernel(
 
 
 def preloaded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: PreloadedConfig) -> Tensor:
-    """x (rows <= 64, in), columns of stride 1; weight (out, in), contiguous, in a multiple of 8; bias (out,) or None.
+    """Multiply x (rows <= 64, in), columns of stride 1, by weight (out, in), contiguous, in a multiple of 8.
 
-    The weight is read before the previous kernel has ended: nothing in a step may write it.
-    Returns split-K partials (num_splits, rows, out) of x's type.
+    bias: (out,) or None. The weight is read before the previous kernel has ended, so nothing in a step may write it.
+    Returns split-K partials (num_splits, rows, out) in x's dtype.
     """
     num_rows, k = x.shape
     n = weight.shape[0]

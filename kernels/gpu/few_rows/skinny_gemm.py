@@ -4,8 +4,8 @@
     y_mn = a_m s_n sum_k q_mk w_nk + b_n         int8 or e4m3; q one plane of a row, or 256 h + l of two
                                                  (`kernels/gpu/quantization/quantize.py`)
 
-A tile of W is the M operand of `tl.dot` and x, padded to 16 rows, the N operand. Narrow W does not give every
-multiprocessor a tile, so K can be split (`split_k.py`). The result does not depend on padding rows.
+A tile of W is the M operand of `tl.dot` and x, padded to 16 rows, the N operand. Narrow W has fewer tiles than the
+GPU has multiprocessors, so K can be split (`split_k.py`). The result does not depend on padding rows.
 
 References: `functional.linear`, `kernels/quantization/quantized_gemm.py`.
 """
@@ -22,13 +22,13 @@ from kernels.gpu.few_rows.gemm_configs import TileConfig
 from kernels.gpu.few_rows.split_k import SplitKWorkspace, reduce_splits
 from kernels.gpu.launch import FastLaunch, overlaps_launches, prefetch, wait_for_predecessor
 
-LINE_BITS = tl.constexpr(1024)  # of the L2 cache
-PREFETCHED = tl.constexpr(1024)  # weights of a row
+LINE_BITS = tl.constexpr(1024)  # per line of the L2 cache
+PREFETCHED = tl.constexpr(1024)  # weights per row
 
 
 @triton.jit
 def join_planes(sums, PLANES: tl.constexpr):
-    """Sums (columns, PLANES * rows) -> float32 (columns, rows): of two planes, 256 of the first and the other."""
+    """Convert sums (columns, PLANES * rows) to float32 (columns, rows): of two planes, 256 of the first + second."""
     joined = sums.to(tl.float32)
     if PLANES == 2:
         high, low = tl.split(tl.reshape(joined, (sums.shape[0], sums.shape[1] // 2, 2)))
@@ -47,7 +47,7 @@ def _skinny_kernel(
     """SCALED: x, of PLANES rows for each of y, and W are quantized. TILES_M: x may have more rows than one tile."""
     num_m = tl.cdiv(M * PLANES, BLOCK_M)
     tile = tl.program_id(0)
-    tile_m = tile % num_m if TILES_M else 0  # neighbours share a tile of W and run together
+    tile_m = tile % num_m if TILES_M else 0  # adjacent programs share a tile of W and run together
     tile_n = tile // num_m if TILES_M else tile
     split = tl.program_id(1)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -81,7 +81,7 @@ def _skinny_kernel(
             x = tl.load(x_at + ks[None, :], mask=has_row & (ks < K)[None, :], other=0.0)
         if IS_INT:
             total = tl.dot(weight, tl.trans(x), total, out_dtype=tl.int32)
-        elif SCALED:  # tensor cores add products of e4m3 with 14 bits: a step's sum is added outside of them
+        elif SCALED:  # tensor cores add e4m3 products with 14 bits: a step's sum is added outside of them
             total = tl.dot(weight, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
         else:
             total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
@@ -107,10 +107,10 @@ def skinny_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: SplitKWorkspace, config: TileConfig,
     x_scales: Tensor | None = None, scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """x (rows, in), columns of stride 1; weight (out, in), contiguous; bias (out,) or None -> (rows, out).
+    """Multiply x (rows, in), columns of stride 1; weight (out, in), contiguous; bias (out,) or None -> (rows, out).
 
     Quantized: x holds values (num_planes * rows, in) with x_scales (rows,), weight has scales (out,), and the result
-    is of `dtype`.
+    has `dtype`.
     """
     num_x_rows, k = x.shape
     num_rows = num_x_rows if x_scales is None else x_scales.shape[0]

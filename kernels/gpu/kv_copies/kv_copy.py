@@ -1,7 +1,7 @@
 """Copies KV blocks and computes their digests in the same pass, on a GPU; formulas in `kernels/kv_copies/kv_copy.py`.
 
-The source may be another process's or another GPU's memory: it is read once. A program keeps the weights of its words
-for several blocks. Digests are sums of integers, so that the order of the programs does not matter.
+The source may be memory of another process or GPU: it is read once. A program reuses the weights of its words for
+several blocks. Digests are sums of integers, so the order of programs does not matter.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from kernels.gpu.launch import FastLaunch
 from kernels.kv_copies.kv_copy import WordCopy
 
-WORDS = 1024  # 64-bit words a program moves at a time
-BLOCKS = 4  # blocks a program works on, so that weights cost half a load; measured best with 1024 words, 8 warps
+WORDS = 1024  # 64-bit words that a program moves at a time
+BLOCKS = 4  # blocks per program, so that weights cost half a load; measured best with 1024 words, 8 warps
 NUM_WARPS = 8
 
 
-# One variant for all numbers of blocks, and for parts of lists: NCCL's pieces must not wait for a compiler.
+# One variant for all numbers of blocks, and for parts of lists: NCCL's pieces must not wait for compilation.
 @FastLaunch
 @triton.jit(
     do_not_specialize=["num_ids"],
@@ -36,7 +36,7 @@ def _kv_copy_kernel(
         a = tl.load(weights_ptr + words, mask=inside, other=0)
         b = tl.load(weights_ptr + num_words + words, mask=inside, other=0)
     places, chosen = words, inside
-    if IS_PART:  # the rest is read for its digest alone
+    if IS_PART:  # the rest is only read for its digest
         row = (words - source_offset) // source_pitch
         column = words - source_offset - row * source_pitch
         places = row * target_pitch + target_offset + column
@@ -55,7 +55,8 @@ def copy_blocks(
     source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor, weights: Tensor | None = None,
     copy: WordCopy | None = None, digests: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """source, target: int64 (num_blocks, num_words), contiguous; ids: int32 or int64 on the target's device.
+    """Copy blocks. source, target: int64 (num_blocks, num_words), contiguous; ids: int32 or int64 on the target's
+    device.
 
     weights: int64 (2, words of a source block), for digests int64 (num_ids,) of the source blocks, added to `digests`
     if they are given.
@@ -73,7 +74,7 @@ def copy_blocks(
     if not num_ids:
         return digests
     part = copy or WordCopy(1, num_words, 0, num_words, 0, num_words)
-    none = source  # stands where a variant of the kernel reads nothing
+    none = source  # placeholder for tensors that a variant of the kernel does not read
     _kv_copy_kernel[triton.cdiv(num_words, WORDS), triton.cdiv(num_ids, BLOCKS)](
         source, source_ids, target, target_ids, none if weights is None else weights,
         none if digests is None else digests, num_ids, num_words, target.shape[1], part.height, part.width,

@@ -1,7 +1,8 @@
 """Masks, biases and penalties for some rows of a step's logits on a GPU, each row by its own rules.
 
-One program computes a chunk of one row, in float32: minus infinity for blocked tokens, biases, then penalties, as
-`engine/logit_rules/logits.py` says. The rules of a row are columns on the device, written when a request gets it.
+One program computes a chunk of one row, in float32: minus infinity for blocked tokens, biases, then penalties, as in
+`engine/logit_rules/logits.py`. The rules of a row are columns on the device, written when a request gets the row.
+
 Reference: `engine.logit_rules.logits.apply_params`.
 """
 
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 2048
-IN_PROMPT = 1 << 14  # of a count: the token is in the prompt
+IN_PROMPT = 1 << 14  # flag of a count: the token is in the prompt
 MAX_COUNT = IN_PROMPT - 1
 _COUNT_BITS = tl.constexpr(MAX_COUNT)
 
@@ -24,8 +25,8 @@ _COUNT_BITS = tl.constexpr(MAX_COUNT)
 class LogitsRules:
     """Rules of `max_rows` rows.
 
-    blocked: int32 (max_rows, ceil(vocab / 32)), bit i of word w: token 32 w + i may not come.
-    bias_ids int32, biases float32: (max_rows, max_biases), of which each row has num_biases, int32 (max_rows,).
+    blocked: int32 (max_rows, ceil(vocab / 32)), bit i of word w: token 32 w + i is not allowed.
+    bias_ids int32, biases float32: (max_rows, max_biases); each row has num_biases of them, int32 (max_rows,).
     counts: int16 (max_rows, vocab), occurrences in the output up to MAX_COUNT, plus IN_PROMPT.
     penalties: float32 (max_rows, 3), repetition (1: off), frequency and presence (0: off).
     """
@@ -82,10 +83,10 @@ def _process_kernel(
 
 
 def process_logits(logits: Tensor, sources: Tensor, rows: Tensor, rules: LogitsRules, out: Tensor) -> None:
-    """Write row `sources[i]` of the logits, changed by the rules of row `rows[i]`, into row i of `out`.
+    """Write row `sources[i]` of the logits, changed by the rules of row `rows[i]`, to row i of `out`.
 
-    logits: (any, vocab), tokens of stride 1. sources, rows: int64 (n,); a row of -1 has no rules. out: float32
-    (n or more, vocab), contiguous.
+    logits: (any, vocab), tokens of stride 1. sources, rows: int64 (n,); a row of -1 has no rules. out: float32 (n or
+    more, vocab), contiguous.
     """
     vocab_size = logits.shape[1]
     if out.shape[1] != vocab_size or not out.is_contiguous():

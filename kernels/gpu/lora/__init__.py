@@ -1,1 +1,1 @@
-"""GEMMs of low rank with the adapters that rows of a step name, one launch for all adapters."""
+"""Low-rank GEMMs of adapters that a step's rows name, with one launch for all adapters."""

@@ -1,9 +1,9 @@
-"""What adapters add to an embedding, on a GPU, up to the GEMM with B: the columns of A that tokens name.
+"""The part of an embedding's adapters before the GEMM with B, on a GPU: columns of A by token.
 
     look_up  h[i] = A[s_i][:, token i]                A: (num_slots, 1, max_rank, vocab), s_i: the slot of row i
 
-`expand` of `low_rank.py` then adds B h. A rank of several has the columns of its part of the vocabulary: tokens of
-others give zeros, as the embedding's own rows do there.
+`expand` of `low_rank.py` then adds B h. One of several ranks has the columns of its part of the vocabulary: other
+tokens give zeros, as for the embedding itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _look_up_kernel(
 
 
 def look_up(token_ids: Tensor, weights: SlotWeights, tiles: RowTiles, first_id: int = 0) -> Tensor:
-    """Return h for `expand`, float32 (1, n, 1, max_rank), of token_ids (n,). Only rows of an adapter are written.
+    """Return h for `expand`, float32 (1, n, 1, max_rank), of token_ids (n,). Only rows with an adapter are written.
 
     first_id: the token of A's first column.
     """

@@ -1,14 +1,15 @@
-"""What adapters add to a layer, on a GPU: y[i] += B[s_i] (A[s_i] x[i]), where s_i is the slot of row i's adapter.
+"""Low-rank adapters of a layer, on a GPU: y[i] += B[s_i] (A[s_i] x[i]), where s_i is the slot of row i's adapter.
 
     shrink   h[i, m] = A[s_i, m] x[i]                 A: (num_slots, num_modules, max_rank, in)
     expand   y[i, n] += B[s_i, n] h[i, module of n]   B: (num_slots, max_rank, out), scaled
 
-A layer may be several modules of the checkpoint (q, k and v): each has rows of y of its own, and an A of its own.
-`ranks` says how many rows of A an adapter has for a module, so adapters of smaller ranks, and layers that an adapter
-leaves alone, are not read beyond that. One launch each for the rows of all adapters, by tiles of rows of one adapter
-(`row_tiles.py`): programs of empty tiles end at once, and rows without an adapter are not touched. Sums are in
-float32, and so is h. Shrink has few rows of A and many columns: programs divide the columns, and expand adds up their
-split-K partials of h, always in one order. Both prefetch their weights before they wait for the previous kernel.
+A layer may consist of several modules of the checkpoint (q, k and v): each has its own rows of y, and its own A.
+`ranks` says how many rows of A an adapter has for a module; nothing beyond is read for smaller ranks, or for layers
+without an adapter. One launch each for the rows of all adapters, by tiles of rows of one adapter (`row_tiles.py`):
+programs of empty tiles return at once, and rows without an adapter are not touched. Sums and h are in float32. Shrink
+has few rows of A and many columns: programs divide the columns, and expand adds up their split-K partials of h in a
+fixed order. Both prefetch their weights before they wait for the previous kernel.
+
 Reference: `low_rank_reference`.
 """
 
@@ -26,19 +27,18 @@ from torch import Tensor
 from kernels.gpu.launch import FastLaunch, overlaps_launches, prefetch, wait_for_predecessor
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles
 
-MAX_MODULES = 3  # of a layer
+MAX_MODULES = 3  # per layer
 MIN_STRIP = 16  # outputs
-COLUMNS_OF_WARP = 128  # where rows are few: more of B do not fit into registers
-MAX_FEW_ROWS = 64  # of a step whose adapters have a few rows each
-BLOCK_RANKS = 16  # at a time; none are read that an adapter lacks
-FEW_ROWS = tl.constexpr(4)  # of a tile: more are multiplied by tensor cores
+COLUMNS_OF_WARP = 128  # if rows are few: more columns of B do not fit into registers
+MAX_FEW_ROWS = 64  # rows of a step whose adapters have a few rows each
+BLOCK_RANKS = 16  # at a time; ranks that an adapter lacks are not read
+FEW_ROWS = tl.constexpr(4)  # per tile: more are multiplied by tensor cores
 LINE = tl.constexpr(64)  # 16-bit numbers in a line of the L2 cache
 
 
 class LowRankConfig(NamedTuple):
-    """block_k: columns of x at a time. split: those of a program of shrink.
-
-    block_n: outputs at a time. strip: the most that a program of expand has.
+    """block_k: columns of x at a time. split: columns per program of shrink. block_n: outputs at a time. strip: most
+    outputs per program of expand.
     """
 
     block_k: int = 128
@@ -54,7 +54,7 @@ class LowRankConfig(NamedTuple):
 class SlotWeights(NamedTuple):
     """Adapters of all slots for one layer. a, b: see above. ranks: int32 (num_slots, num_modules).
 
-    starts: the first output of each module, and their number at the end.
+    starts: the first output of each module, then the number of outputs.
     """
 
     a: Tensor
@@ -67,7 +67,7 @@ class SlotWeights(NamedTuple):
         cls, num_slots: int, max_rank: int, num_columns: int, starts: tuple[int, ...], dtype: torch.dtype,
         device: torch.device,
     ) -> SlotWeights:  # fmt: skip
-        """No slot has an adapter."""
+        """Return weights without any adapter."""
         modules = len(starts) - 1
         return cls(
             torch.zeros(num_slots, modules, max_rank, num_columns, dtype=dtype, device=device),
@@ -78,7 +78,7 @@ class SlotWeights(NamedTuple):
 
 
 def config_of(weights: SlotWeights) -> LowRankConfig:
-    """Choose a layer's configuration. More columns get larger splits: each program of expand sums their partials."""
+    """Choose a layer's configuration. More columns get larger splits, as each program of expand sums partials."""
     return LowRankConfig() if weights.a.shape[-1] <= 8192 else LowRankConfig(512, 2048, 4, 3)
 
 
@@ -124,7 +124,7 @@ def _shrink_kernel(
 @triton.jit
 def _row_of_h(h_ptr, row, num_rows, module, first_rank, rank, MODULES: tl.constexpr, RANK: tl.constexpr,
               BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """(BLOCK_R,) of a row, zeros beyond the rank, or of no row."""
+    """Load a row of h (BLOCK_R,), zeros beyond the rank, or without a row."""
     ranks = first_rank + tl.arange(0, BLOCK_R)[None, :]
     splits = tl.arange(0, BLOCK_S)[:, None]
     h_at = h_ptr + ((splits * num_rows + row) * MODULES + module) * RANK + ranks
@@ -133,7 +133,7 @@ def _row_of_h(h_ptr, row, num_rows, module, first_rank, rank, MODULES: tl.conste
 
 @triton.jit
 def _add_to_row(y_ptr, row, columns, delta, N, y_stride):
-    """Add `delta` to a row of y, if there is one."""
+    """Add `delta` to a row of y, if it exists."""
     y_at = y_ptr + row.to(tl.int64) * y_stride + columns
     exists = (columns < N) & (row >= 0)
     y = tl.load(y_at, mask=exists, other=0.0).to(tl.float32) + delta
@@ -147,9 +147,9 @@ def _expand_few_kernel(
     MODULES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STRIP: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Expand where most tiles have a row or two: these are multiplied without tensor cores, two rows at a time.
+    """Expand where most tiles have a row or two, which are multiplied without tensor cores, two at a time.
 
-    Loads and stores of a padded tile take longer than to read B. Arguments: see `_expand_kernel`.
+    Loads and stores of a padded tile take longer than reading B. Arguments: see `_expand_kernel`.
     """
     tile = tl.program_id(0)
     begin = tl.program_id(1) * STRIP
@@ -212,7 +212,7 @@ def _expand_kernel(
     MODULES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIP: tl.constexpr, SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """second, third: the first outputs of those modules, N where there are fewer; a strip is of one module."""
+    """second, third: the first outputs of those modules, N if there are fewer; a strip belongs to one module."""
     tile = tl.program_id(0)
     begin = tl.program_id(1) * STRIP
     slot = tl.load(slots_ptr + tile)
@@ -247,8 +247,8 @@ def _expand_kernel(
 def shrink(x: Tensor, weights: SlotWeights, tiles: RowTiles, config: LowRankConfig) -> Tensor:
     """Return split-K partials of h, float32 (num_splits, n, num_modules, max_rank), for rows x (n, in).
 
-    Only rows of an adapter, and its ranks, are written. tiles: on the same device. Raises ValueError for shapes that
-    do not belong together.
+    Only rows with an adapter are written, up to its ranks. tiles: on the same device. Raises ValueError for shapes
+    that do not belong together.
     """
     _, modules, rank, k = weights.a.shape
     if x.shape[1] != k or x.stride(1) != 1:
@@ -268,7 +268,7 @@ def shrink(x: Tensor, weights: SlotWeights, tiles: RowTiles, config: LowRankConf
 
 
 def expand(y: Tensor, h: Tensor, weights: SlotWeights, tiles: RowTiles, config: LowRankConfig) -> None:
-    """Add to rows of y (n, out) what adapters make of `shrink`'s h, in place. Raises ValueError as that does."""
+    """Add the adapters' outputs for `shrink`'s h to rows of y (n, out), in place. Raises ValueError as `shrink`."""
     n, starts = y.shape[1], weights.starts
     if n != weights.b.shape[2] or y.shape[0] != h.shape[1] or y.stride(1) != 1:
         raise ValueError(f"y {tuple(y.shape)} does not fit b {tuple(weights.b.shape)} and h {tuple(h.shape)}")
@@ -293,7 +293,7 @@ def expand(y: Tensor, h: Tensor, weights: SlotWeights, tiles: RowTiles, config: 
 
 
 def strip_of_modules(starts: tuple[int, ...], most: int) -> int:
-    """The largest power of two up to `most` that divides where modules begin. Raises ValueError below 16."""
+    """Return the largest power of two up to `most` that divides all modules' starts. Raises ValueError below 16."""
     strip = gcd(*starts[1:-1], most)
     if strip < MIN_STRIP or len(starts) > MAX_MODULES + 1:
         raise ValueError(f"modules that end at {starts[1:]} cannot be one layer's")
@@ -301,7 +301,7 @@ def strip_of_modules(starts: tuple[int, ...], most: int) -> int:
 
 
 def low_rank_reference(y: Tensor, x: Tensor, weights: SlotWeights, slot_of_row: Tensor) -> Tensor:
-    """What `shrink` and `expand` make of y, in double precision. slot_of_row: (n,), NOTHING for rows without."""
+    """Compute `shrink` and `expand` for y in double precision. slot_of_row: (n,), NOTHING without an adapter."""
     has_adapter = slot_of_row != NOTHING
     slots = slot_of_row.clamp(0).long()
     is_used = torch.arange(weights.a.shape[2], device=x.device) < weights.ranks[slots][:, :, None]

@@ -1,7 +1,7 @@
-"""Which rows of a step name which adapter, as tiles of rows of one adapter: what both kernels of low rank read.
+"""Lists of a step's rows by adapter, as tiles of rows of one adapter: what both low-rank kernels read.
 
-Shapes depend on the number of rows and of slots alone, so a CUDA graph that was captured with such tensors serves any
-rows: the host fills them anew before each replay.
+Shapes depend only on the numbers of rows and slots, so a CUDA graph captured with such tensors works for any rows:
+the host refills them before each replay.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class RowTiles(NamedTuple):
 
 
 def num_tiles(num_rows: int, num_slots: int) -> int:
-    """Tiles that are enough for any rows: each slot's last one may be partly empty."""
+    """Return enough tiles for any rows: each slot's last tile may be partly empty."""
     return min(-(-num_rows // BLOCK_ROWS) + num_slots, num_rows)
 
 
 def tile_rows(slot_of_row: Any, num_slots: int) -> RowTiles:
-    """Lay out rows, on the CPU. slot_of_row: a list or int32 array, NOTHING for rows without an adapter."""
+    """List rows in tiles, on the CPU. slot_of_row: a list or int32 array, NOTHING for rows without an adapter."""
     slot_of_row = np.asarray(slot_of_row, np.int32)
     count = num_tiles(len(slot_of_row), num_slots)
     rows = np.full((count, BLOCK_ROWS), NOTHING, np.int32)
@@ -37,7 +37,7 @@ def tile_rows(slot_of_row: Any, num_slots: int) -> RowTiles:
     order = np.argsort(slot_of_row, kind="stable")
     order = order[slot_of_row[order] != NOTHING]
     own = slot_of_row[order]
-    place = np.arange(len(own)) - np.searchsorted(own, own)  # among the rows of its slot
+    place = np.arange(len(own)) - np.searchsorted(own, own)  # index among the rows of its slot
     tile = np.cumsum(place % BLOCK_ROWS == 0) - 1
     rows[tile, place % BLOCK_ROWS] = order
     slots[tile] = own

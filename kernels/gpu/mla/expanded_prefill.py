@@ -1,9 +1,9 @@
 """Prefill attention over expanded latents (MLA) on a GPU: ordinary causal attention over contiguous keys and values.
 
-    out_h = softmax(scale [q_h | r_h] [K_h | R]^T) V_h      [K_h | V_h] = c W_kv_b,h: one GEMM's rows, one a key
+    out_h = softmax(scale [q_h | r_h] [K_h | R]^T) V_h      [K_h | V_h] = c W_kv_b,h: one GEMM's rows, one per key
 
-K and V are read where the GEMM wrote them; the rotated keys R, the same for all heads, where the latents were
-gathered. So nothing is copied between expansion and attention. A program takes TILE_M queries of a head.
+K and V are read where the GEMM wrote them, and the rotated keys R, the same for all heads, where the latents were
+gathered, so nothing is copied between expansion and attention. A program computes TILE_M queries of a head.
 
 Reference: `attend_causally` of `kernels/paged_attention.py`.
 """
@@ -18,7 +18,7 @@ from kernels.gpu.attention.decode_tiles import LOG2_E
 from kernels.gpu.mla.latent_tuning import EXPANDED_PREFILL, EXPANDED_PREFILL_FOUR_BYTES
 from kernels.gpu.tuning import PrefillConfig
 
-TILE_M = 128  # queries of a program
+TILE_M = 128  # queries per program
 
 
 @triton.jit
@@ -28,13 +28,13 @@ def _attend_keys(
     IS_LAST: tl.constexpr, PLAIN: tl.constexpr, ROTATED: tl.constexpr, VALUE: tl.constexpr, TILE_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [start, stop) of a row to a running softmax. IS_LAST: some of them are hidden, or not the row's."""
+    """Add keys [start, stop) of a row to a running softmax. IS_LAST: some are hidden, or beyond the row's end."""
     plain, rotated, values = tl.arange(0, PLAIN), tl.arange(0, ROTATED), PLAIN + tl.arange(0, VALUE)
     for first in tl.range(start, stop, TILE_N, num_stages=NUM_STAGES):
         seen = first + tl.arange(0, TILE_N)
         places = (first_key + seen).to(tl.int64)[:, None]
         if IS_LAST:
-            # What is after the row's last key may be another row's, or never written: NaN, and 0 * NaN is NaN.
+            # After the row's last key there may be another row's, or unwritten memory: NaN, and 0 * NaN is NaN.
             is_there = (seen < end_key)[:, None]
             k = tl.load(kv_ptr + places * kv_stride + plain[None, :], mask=is_there, other=0.0)
             r = tl.load(rotated_ptr + places * latent_stride + rotated[None, :], mask=is_there, other=0.0)
@@ -91,7 +91,7 @@ def _expanded_prefill_kernel(
         q, q_rotated, mixed, total, highest, kv_ptr, rotated_ptr, positions, first_key, seen_by_all, end_key, end_key,
         kv_stride, latent_stride, scale, True, PLAIN, ROTATED, VALUE, TILE_N, NUM_STAGES,
     )  # fmt: skip
-    mixed = mixed / tl.maximum(total, 1.0)[:, None]  # the highest score's weight is 1
+    mixed = mixed / tl.maximum(total, 1.0)[:, None]  # the highest score has weight 1
     target = out_ptr + (tokens * NUM_HEADS + head) * VALUE + tl.arange(0, VALUE)[None, :]
     tl.store(target, mixed.to(out_ptr.dtype.element_ty), mask=exists)
 
@@ -100,14 +100,14 @@ def expanded_prefill(
     q: Tensor, kv: Tensor, rotated: Tensor, scale: float, key_starts: Tensor, tiles: Tensor, out: Tensor,
     config: PrefillConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the tokens that `tiles` names, of whole rows or of chunks after other keys.
+    """Compute attention for the tokens in `tiles`, of whole rows or of chunks after other keys.
 
     q: (num_tokens, num_heads, plain + rotated), heads contiguous, tokens of any stride.
     kv: (num_keys, num_heads, plain + value), heads contiguous: every row's keys and values, row after row.
     rotated: (num_keys, rotated), keys of any stride. All three widths are powers of two, 16 or more.
     key_starts: int32, each row's first key. tiles: int32 (num_tiles, 4), from `prefill_tiles` with a group of one and
         TILE_M.
-    out: (num_tokens, num_heads, value), contiguous; tokens in no tile are left as they are. Returns it.
+    out: (num_tokens, num_heads, value), contiguous; tokens in no tile are not written. Returns it.
     """
     num_heads, width = q.shape[1:]
     plain, value = width - rotated.shape[1], out.shape[2]

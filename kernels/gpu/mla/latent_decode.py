@@ -1,9 +1,9 @@
 """Decode attention over latents (MLA) in the paged pool on a GPU: one query per sequence, all heads share the keys.
 
-    out_h = softmax(scale q_h K^T) L      K = [L | R]: latents of `rank` numbers and rotated keys of the rest
+    out_h = softmax(scale q_h K^T) L      K = [L | R]: latents of `rank` numbers, then rotated keys
 
-In the absorbed form a key's first `rank` numbers are its value, too, so each is read once for scores and output. The
-heads, padded to 16, are the M of `tl.dot`. Programs share keys as those of `kernels/gpu/attention/paged_decode.py`.
+In the absorbed form a key's first `rank` numbers are also its value, so each is read once for scores and output. The
+heads, padded to 16, are the M of `tl.dot`. Programs share keys as in `kernels/gpu/attention/paged_decode.py`.
 
 Reference: `attend_causally` of `kernels/paged_attention.py`.
 """
@@ -30,7 +30,7 @@ from kernels.gpu.attention.paged_decode import planned
 from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
 from kernels.gpu.mla.latent_tuning import LATENT_DECODE, LATENT_DECODE_FOUR_BYTES
 
-MAX_HEADS = 64  # of a program; more heads are taken in groups, each of which reads the keys
+MAX_HEADS = 64  # heads per program; more are divided into groups, each of which reads the keys
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _attend_latents(
     IS_LISTED: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles [start, stop) to a running softmax. totals: (heads, TILE), whose columns are added up at the end.
+    """Add tiles [start, stop) to a running softmax. totals: (heads, TILE), whose columns are summed at the end.
 
     IS_LISTED: `ids` are those of the blocks from first_block on.
     """
@@ -52,7 +52,7 @@ def _attend_latents(
         else:
             offsets = tile_offsets(table_ptr, tile * TILE, length, block_stride, BLOCK_SIZE, TILE, WIDTH)
         visible = tile * TILE + tl.arange(0, TILE) < length
-        # Beyond the length a block holds whatever was there, and 0 * NaN is NaN: those rows are read as zeros.
+        # Blocks may hold anything beyond the length, and 0 * NaN is NaN: those rows are read as zeros.
         latents = tl.load(keys_ptr + offsets[:, None] + dims[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
         keys = tl.load(keys_ptr + offsets[:, None] + rotated[None, :], mask=visible[:, None], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
@@ -72,7 +72,8 @@ def _attend_row(
     q, q_rotated, keys_ptr, table_ptr, ids, first_tile, end_tile, length, block_stride, scale,
     RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Running softmax of tiles [first_tile, end_tile), at least one: (mixed, total, highest), before any division.
+    """Compute the running softmax of tiles [first_tile, end_tile), at least one: (mixed, total, highest), not
+    divided.
 
     ids: of the first LISTED_BLOCKS blocks, read ahead.
     """
@@ -130,7 +131,7 @@ def _latent_decode_kernel(
             q, q_rotated, keys_ptr, table_ptr, ids, taken, taken + num_mine, length, block_stride, scale,
             RANK, ROTATED, BLOCK_SIZE, TILE, NUM_STAGES,
         )  # fmt: skip
-        # Rows without keys can lie between others.
+        # There may be rows without keys between others.
         mixed = mixed * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
         if num_mine == num_tiles:
             out_at = out_ptr + (row * NUM_HEADS + heads)[:, None] * RANK
@@ -147,7 +148,7 @@ def _latent_decode_kernel(
 
 
 def check_latents(pool: Tensor, rank: int, width: int) -> None:
-    """Raise ValueError for a pool of something else, or for sizes that the kernels do not take."""
+    """Raise ValueError for a pool of something else, or for sizes that the kernels do not support."""
     if pool.shape[2:4] != (1, 1) or pool.shape[5] != width or not rank < width:
         raise ValueError(f"a pool of latents of {width} numbers is needed, blocks are {list(pool.shape[2:])}")
     if rank & (rank - 1) or (width - rank) & (width - rank - 1):
@@ -155,14 +156,14 @@ def check_latents(pool: Tensor, rank: int, width: int) -> None:
 
 
 def latent_workspace(max_rows: int, num_heads: int, rank: int, device: torch.device) -> DecodeWorkspace:
-    """A workspace for launches of at most `max_rows` rows."""
+    """Return a workspace for launches of at most `max_rows` rows."""
     num_groups = triton.cdiv(num_heads, MAX_HEADS)
     programs = max(num_programs(num_groups, device, each) for each in (LATENT_DECODE, LATENT_DECODE_FOUR_BYTES))
     return DecodeWorkspace(max_rows, num_heads, 1, rank, device, programs=programs)
 
 
 def plan_latents(lengths: Tensor, num_heads: int, itemsize: int) -> DecodePlan:
-    """Plan launches over a pool of `itemsize` bytes a number, for rows of these lengths, see `make_plan`."""
+    """Plan launches over a pool of `itemsize` bytes per number, for rows of these lengths, see `make_plan`."""
     config = LATENT_DECODE if itemsize <= 2 else LATENT_DECODE_FOUR_BYTES
     return make_plan(lengths, config, num_programs(triton.cdiv(num_heads, MAX_HEADS), lengths.device, config))
 
@@ -171,10 +172,10 @@ def latent_decode(
     q: Tensor, pool: Tensor, rank: int, scale: float, layer: int, block_tables: Tensor, lengths: Tensor,
     plan: DecodePlan, workspace: DecodeWorkspace,
 ) -> Tensor:  # fmt: skip
-    """Attention of one query per row, see `paged_decode`, whose captured use and inputs are the same.
+    """Compute attention of one query per row; capture and inputs are as for `paged_decode`.
 
-    q: (num_rows, num_heads, width), heads contiguous, rows of any stride. rank, and width less rank, are powers of
-    two. pool: (num_blocks, num_layers, 1, 1, block_size, width). plan: `plan_latents` of the lengths. workspace: of
+    q: (num_rows, num_heads, width), heads contiguous, rows of any stride. rank and width - rank are powers of two.
+    pool: (num_blocks, num_layers, 1, 1, block_size, width). plan: `plan_latents` of the lengths. workspace: of
     `latent_workspace`.
     Returns (num_rows, num_heads * rank).
     """

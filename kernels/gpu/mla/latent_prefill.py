@@ -1,8 +1,8 @@
-"""Prefill attention over latents (MLA) in the paged pool on a GPU: chunks of queries against all latents up to them.
+"""Prefill attention over latents (MLA) in the paged pool on a GPU: chunks of queries over all latents up to them.
 
 As `kernels/gpu/attention/paged_prefill.py`, for the absorbed form of `kernels/gpu/mla/latent_decode.py`: a program
-takes TILE_M consecutive rows of (token, head), which all read the same latents. Expanding keys and values of a long
-context once would take fewer operations than absorbed queries do; this reads only what the pool has.
+computes TILE_M consecutive rows of (token, head), which all read the same latents. For a long context, expanding keys
+and values once would take fewer operations than absorbed queries; this kernel reads only the pool.
 
 Reference: `attend_causally` of `kernels/paged_attention.py`.
 """
@@ -19,7 +19,7 @@ from kernels.gpu.mla.latent_decode import check_latents
 from kernels.gpu.mla.latent_tuning import LATENT_PREFILL, LATENT_PREFILL_FOUR_BYTES
 from kernels.gpu.tuning import PrefillConfig
 
-TILE_M = 64  # rows of (token, head) a program holds: their sums of `rank` numbers fill its registers
+TILE_M = 64  # rows of (token, head) per program: their sums of `rank` numbers fill its registers
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -29,7 +29,7 @@ def _latent_prefill_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, NUM_STAGES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """GROUP: heads of a program; more are taken by others."""
+    """GROUP: heads per program; other programs compute the rest."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 4
     row = tl.load(tile_ptr).to(tl.int64)
     first_token = tl.load(tile_ptr + 1)
@@ -56,7 +56,7 @@ def _latent_prefill_kernel(
     for first in tl.range(0, end_key, TILE_N, num_stages=NUM_STAGES):
         offsets = tile_offsets(table_ptr, first, end_key, block_stride, BLOCK_SIZE, TILE_N, WIDTH)
         seen = first + tl.arange(0, TILE_N)
-        # Never-written memory after the last key may hold NaN, and 0 * NaN is NaN.
+        # Unwritten memory after the last key may hold NaN, and 0 * NaN is NaN.
         is_there = (seen < end_key)[:, None]
         latents = tl.load(keys_ptr + offsets[:, None] + dims[None, :], mask=is_there, other=0.0).to(COMPUTE)
         keys = tl.load(keys_ptr + offsets[:, None] + rotated[None, :], mask=is_there, other=0.0).to(COMPUTE)
@@ -69,13 +69,13 @@ def _latent_prefill_kernel(
         total = total * shrink + tl.sum(weights, axis=1)
         mixed = tl.dot(weights.to(COMPUTE), latents, mixed * shrink[:, None], input_precision="ieee")
         highest = new_highest
-    mixed = mixed / tl.maximum(total, 1.0)[:, None]  # the highest score's weight is 1; a tile without tokens has none
+    mixed = mixed / tl.maximum(total, 1.0)[:, None]  # the highest score has weight 1; a tile without tokens has none
     target = out_ptr + (tokens[:, None] * NUM_HEADS + heads[:, None]) * RANK + dims[None, :]
     tl.store(target, mixed.to(out_ptr.dtype.element_ty), mask=exists)
 
 
 def heads_of_tile(num_heads: int) -> int:
-    """Heads that a tile's tokens have in it; `prefill_tiles` takes it as the group."""
+    """Return how many heads of a token are in a tile, which is the group of `prefill_tiles`."""
     return min(num_heads, TILE_M)
 
 
@@ -83,11 +83,11 @@ def latent_prefill(
     q: Tensor, pool: Tensor, rank: int, scale: float, layer: int, block_tables: Tensor, tiles: Tensor,
     out: Tensor | None = None, config: PrefillConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of the tokens that `tiles` names: int32 (num_tiles, 4), from `prefill_tiles` with `heads_of_tile`.
+    """Compute attention for the tokens in `tiles`: int32 (num_tiles, 4), from `prefill_tiles` with `heads_of_tile`.
 
     q: (num_tokens, num_heads, width), heads contiguous, tokens of any stride. pool, rank and scale: see
     `latent_decode`. block_tables: int32 (num_rows, any). out: (num_tokens, num_heads * rank), contiguous; tokens in
-    no tile are left as they are. Returns it.
+    no tile are not written. Returns it.
     """
     num_tokens, num_heads, width = q.shape
     check_latents(pool, rank, width)

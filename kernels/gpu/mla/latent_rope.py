@@ -1,6 +1,6 @@
-"""What MLA does to a token between its GEMMs and attention, in one kernel: rotate, norm, store.
+"""MLA's processing of a token between GEMMs and attention, in one kernel: rotate, norm, store.
 
-    out_h[rank:] = rotated q_h         the last numbers of each head's query, to stand after its absorbed ones
+    out_h[rank:] = rotated q_h         the last numbers of each head's query, after its absorbed ones
     pool        <- [norm(c) | rotated k_rope]
 
 Reference: `LatentAttention.rotated` of `engine/mla/latent_attention.py`.
@@ -64,12 +64,13 @@ def rotate_and_write_latents(
     q: Tensor, latents: Tensor, norm: Tensor, eps: float, table: Tensor, positions: Tensor, slots: Tensor,
     out: Tensor, pool: Tensor, layer: int,
 ) -> None:  # fmt: skip
-    """q: (num_tokens, num_heads, plain + rotated), heads contiguous, tokens of any stride; only read.
+    """Rotate queries, and norm, rotate and store latents.
 
-    latents: (num_tokens, rank + rotated), not normed yet, rows of any stride. norm: (rank,).
+    q: (num_tokens, num_heads, plain + rotated), heads contiguous, tokens of any stride; read-only.
+    latents: (num_tokens, rank + rotated), before the norm, rows of any stride. norm: (rank,).
     table: (num_positions, 2, rotated), see `rotary_table`.
     positions, slots: int (num_tokens,), as for `rope_and_write_kv`.
-    out: (num_tokens, num_heads, rank + rotated), contiguous, takes rotated queries at its end.
+    out: (num_tokens, num_heads, rank + rotated), contiguous; its end gets the rotated queries.
     pool: (num_blocks, num_layers, 1, 1, block_size, rank + rotated).
     """
     num_tokens, num_heads, qk_dim = q.shape

@@ -1,4 +1,4 @@
-"""Settings of attention over latents, as `kernels/gpu/tuning.py` has those of other kernels."""
+"""Tuned settings of attention over latents, like `kernels/gpu/tuning.py` for other kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ LATENT_DECODE = DecodeConfig(32, num_warps=4, num_stages=3, programs_per_sm=2)
 LATENT_PREFILL = PrefillConfig(32, 8, 2)
 LATENT_DECODE_FOUR_BYTES = DecodeConfig(16, num_warps=4, num_stages=2, programs_per_sm=2)
 LATENT_PREFILL_FOUR_BYTES = PrefillConfig(16, 8, 1)
-# Of keys of 192 numbers and values of 128; not swept yet.
+# For keys of 192 numbers and values of 128; not swept yet.
 EXPANDED_PREFILL = PrefillConfig(64, 8, 2)
 EXPANDED_PREFILL_FOUR_BYTES = PrefillConfig(32, 8, 1)

@@ -2,8 +2,8 @@
 
     residual += rms_norm(x) * post_weight;  y = rms_norm(residual) * weight
 
-One program per row, as in `kernels/gpu/elementwise/rms_norm.py`; the sum is rounded before it is normed, its terms
-are not. Reference: `kernels/elementwise.py`.
+One program per row, as in `kernels/gpu/elementwise/rms_norm.py`; the sum is rounded before it is normed, but not its
+terms. Reference: `kernels/elementwise.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _post_norm_kernel(
 def post_norm_add_norm(x: Tensor, post_weight: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add the norm of x (num_rows, n), columns of stride 1, to `residual` (num_rows, n, contiguous) in place.
 
-    Returns the norm of the sum (num_rows, n). post_weight, weight: (n,), of any type.
+    Returns the norm of the sum (num_rows, n). post_weight, weight: (n,), of any dtype.
     """
     if not residual.is_contiguous():
         raise ValueError("the residual must be contiguous")

@@ -1,1 +1,1 @@
-"""Keys for libraries that read contiguous memory."""
+"""Contiguous K and V for libraries that cannot read the paged pool."""

@@ -1,7 +1,7 @@
-"""K and V of several sequences of one layer, out of the paged pool into contiguous memory.
+"""Gathers K and V of several sequences of one layer from the paged pool into contiguous memory.
 
-For attention kernels that cannot follow block tables. One launch copies K and V of all KV heads; what a tile's last
-block holds after the sequence's end is not copied.
+For attention kernels that do not support block tables. One launch copies K and V of all KV heads; slots of a tile's
+last block after the sequence's end are not copied.
 
 Reference: `gather_kv` of `kernels/paged_attention.py`, row by row.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kernels.gpu.launch import FastLaunch
 
-TILE = 64  # tokens a program copies for one head: 16 KB at head_dim 128
+TILE = 64  # tokens per program, of one head: 16 KB at head_dim 128
 
 
 def gather_tiles(seq_lens: Sequence[int], tile: int = TILE) -> list[tuple[int, int, int, int]]:
-    """The programs' work: (row, first token of the sequence, its place in the output, tokens), rows back to back."""
+    """Return the programs' work: (row, first token of the sequence, its place in the output, tokens), row by row."""
     tiles = []
     place = 0
     for row, seq_len in enumerate(seq_lens):
@@ -55,11 +55,11 @@ def _gather_kv_kernel(
 
 
 def gather_kv(pool: Tensor, layer: int, block_tables: Tensor, tiles: Tensor, out: Tensor, tile: int = TILE) -> Tensor:
-    """Copy what `tiles` names, converted to out's dtype.
+    """Copy the tokens in `tiles`, converted to out's dtype.
 
     pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; head_dim a power of two.
-    block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `gather_tiles` with the same tile.
-    out: (2, num_kv_heads, capacity, head_dim), contiguous. Returns it.
+    block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `gather_tiles` with the same tile. out: (2,
+    num_kv_heads, capacity, head_dim), contiguous. Returns it.
     """
     num_kv_heads, block_size, head_dim = pool.shape[3:]
     if tiles.shape[0]:

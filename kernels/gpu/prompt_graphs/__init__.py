@@ -1,1 +1,1 @@
-"""Tiles of prompts whose keys are split among programs: what a graph needs for few queries after a long context."""
+"""KV splits of prompts' tiles, which a graph needs for few queries after a long context."""

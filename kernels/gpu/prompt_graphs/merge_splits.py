@@ -1,8 +1,8 @@
 """KV splits of prompts' tiles: without them a few queries after a long context use few SMs.
 
-The keys of a tile are split between programs, each of which leaves its partial output and the
-logarithm of its sum of weights (`paged_prefill.py`); a second kernel adds those of a tile up. The host decides how
-many splits there are, and no launch depends on it: a graph has room for the most.
+The keys of a tile are split between programs, each of which leaves its partial output and the logarithm of its sum of
+weights (`paged_prefill.py`); a second kernel merges those of a tile. The host decides how many splits there are, but
+no launch depends on it: a graph has room for the most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _merge_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_M: tl.constexpr,
     DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of a tile's splits, in their order; DIMS of its dimensions."""
+    """Compute the weighted mean of a tile's splits in order, for DIMS of its dimensions."""
     merge_ptr = merges_ptr + tl.program_id(0) * 4
     num_splits = tl.load(merge_ptr + 1)
     if num_splits == 0:
@@ -56,7 +56,7 @@ def _merge_kernel(
 def split_workspace(
     num_spare: int, num_kv_heads: int, tile_m: int, head_dim: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the outputs and log_sums of one launch; launches that run one after the other use the same."""
+    """Return memory for the outputs and log_sums of one launch; consecutive launches share it."""
     num_rows = 2 * num_spare * num_kv_heads * tile_m
     outputs = torch.empty(num_rows, head_dim, dtype=torch.float32, device=device)
     return outputs, torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -66,8 +66,8 @@ def split_workspace(
 class PrefillSplits:
     """See `TileSplits`.
 
-    merges: int32 (at most num_spare, 4), of `split_tiles`; zeros are padding.
-    outputs: (2 * num_spare * num_kv_heads * tile_m, head_dim). log_sums: one for each row.
+    merges: int32 (at most num_spare, 4), from `split_tiles`; zeros are padding. outputs: (2 * num_spare *
+    num_kv_heads * tile_m, head_dim). log_sums: one for each row.
     """
 
     merges: Tensor

@@ -1,7 +1,7 @@
 """KV splits of prompts' tiles, listed by the host.
 
-Pure. A few queries after a long context have few tiles, which would use few multiprocessors: their keys are shared
-among programs (`merge_splits.py`).
+Pure. A few queries after a long context have few tiles, which would use few multiprocessors, so their keys are
+divided between programs (`merge_splits.py`).
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from kernels.gpu.attention.prompt_tiles import Tile
 from kernels.gpu.launch import num_multiprocessors
 
-WIDTH = 7  # numbers of a tile that may be split
-MIN_SPLIT = 1024  # keys: combining costs more than smaller splits save
-UNIT = 128  # keys, a multiple of what a program's loop takes at a time
+WIDTH = 7  # numbers per tile that may be split
+MIN_SPLIT = 1024  # keys: merging costs more than smaller splits save
+UNIT = 128  # keys, a multiple of what a program's loop loads at a time
 PER_MULTIPROCESSOR = 2  # programs that run at once
 
 
 def num_spare_tiles(num_kv_heads: int, device: torch.device) -> int:
-    """Tiles that fill the GPU, and how many more than whole ones `split_tiles` gives at most."""
+    """Return the number of tiles that fill the GPU, which also limits the tiles that `split_tiles` adds."""
     return max(PER_MULTIPROCESSOR * num_multiprocessors(device) // num_kv_heads, 1)
 
 
 def split_tiles(tiles: Sequence[Tile], num_spare: int) -> tuple[list[tuple[int, ...]], list[Tile]]:
     """Split tiles of `prefill_tiles` until they fill the GPU.
 
-    Returns a tile for each of its splits, longest first: the tile's four numbers, first key, end key, and slot; slot
-    0: the tile is whole. And what has to be merged: (slot of the first split, number of splits, index of the tile's
-    first token, tokens), at most `num_spare`. Slots are numbered from 1 to at most twice `num_spare`.
+    Returns a tile for each split, longest first: the tile's four numbers, first key, end key, and slot; slot 0: the
+    tile is whole. Also returns the merges: (slot of the first split, number of splits, index of the tile's first
+    token, tokens), at most `num_spare`. Slots are numbered from 1 to at most twice `num_spare`.
     """
     keys = [position + count for _, _, position, count in tiles]
     if max(keys, default=0) <= MIN_SPLIT:
