@@ -47,7 +47,7 @@ def open_rearranger(loaded: LoadedModel, group: ExpertGroup) -> ExpertRearranger
 
 
 def bytes_of_moves(loaded: LoadedModel, config: EngineConfig) -> int:
-    """Return torch's memory for the largest exchange of a layer's experts; 0 without rebalancing."""
+    """Return the memory of the largest exchange of a layer's experts, in torch's allocator; 0 without any."""
     if not config.of(ExpertBalancingSettings).expert_rebalance_interval:
         return 0
     return moving_bytes(_layers_of(loaded), loaded.shard.rank, loaded.shard.size)

@@ -5,8 +5,8 @@ float16 d and m, then the values; w = d value + m. Byte i holds value i in its l
 half. A superblock of Q4_K is 8 groups of 32: float16 d and dmin, 12 bytes with 6 bits of a scale s and of a minimum m
 for each group, then 32 bytes for every two groups, the first in the low halves; w = d s value - dmin m. Q5_K has 32
 more bytes before the values, of which bit g is the fifth bit of group g. A superblock of Q6_K is 16 groups of 16: 128
-bytes of low halves, of 64 values in every 32 bytes, 64 bytes of two high bits, the int8 scales s, and float16 d; w =
-d s (value - 32).
+bytes of four low bits, each 64 of them 64 values in the low and 64 in the high halves, 64 bytes of two high bits, the
+int8 scales s, and float16 d; w = d s (value - 32).
 
 Superblocks of Q2_K and Q3_K are 16 groups of 16, too. 64 bytes hold two bits of each value: bits 2 i and 2 i + 1 of
 the first 32 bytes are of values 32 i to 32 i + 31, and so on for the second half. Q2_K: 16 bytes with a scale s in

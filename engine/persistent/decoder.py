@@ -98,7 +98,7 @@ def has_plain_heads(config: ModelConfig) -> bool:
 
 
 def has_plain_layers(model: Model) -> bool:
-    """Whether all layers have an MLP, or only the first ones, of a size that a token's experts have in the others."""
+    """Whether all layers have an MLP, or only the first ones, at most as large as a token's experts in the others."""
     if (moe := model.config.moe) is None:
         return True
     num_dense, mlps = len(moe.dense_layers), model.blocks[1::2]

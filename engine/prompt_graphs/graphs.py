@@ -42,8 +42,8 @@ def prompt_step(
     """Run one step. Returns its sampled tokens int64 (num_rows,), negative if there is none, and their logits.
 
     A stage that passes hidden states on returns those of all tokens, and an empty tensor.
-    attended: (MAX_GRAPH_TOKENS, num_heads * head_dim), finite, for padding. workspace: from
-        `split_workspace`, or empty.
+    attended: (MAX_GRAPH_TOKENS, num_heads * head_dim), finite, for padding. workspace: from `split_workspace`, or
+    empty.
     """
     source = inputs.fields[SOURCE].long()
     known = inputs.fields[TOKEN].long()

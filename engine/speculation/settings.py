@@ -45,7 +45,7 @@ class Method(Enum):
 
     @property
     def has_weights(self) -> bool:
-        """Whether a model with weights proposes drafts, and so has a distribution of each."""
+        """Whether drafts come from a model, which gives their distributions."""
         return self in (Method.DRAFT, Method.EAGLE, Method.MTP)
 
 

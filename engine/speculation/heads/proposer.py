@@ -106,7 +106,7 @@ class FromHead(FromModel):
         return self._residuals.watch(model, forward)
 
     def observe(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> None:
-        """See Proposer. Computes K and V of prompts; the last position of a sampled row waits for its next token."""
+        """See Proposer. Computes K and V of prompt chunks; sampled rows wait for their next token."""
         began = time.monotonic()
         residuals = self._residuals.take()
         entries: list[tuple[Followed, ScheduledRow, RequestState]] = []

@@ -21,8 +21,8 @@ class StreamConfig:
 
 @dataclass(frozen=True, slots=True)
 class SlicedKConfig:
-    """block_n: columns per program, with a gate of each half. num_warps: slices of block_k in a step. ahead: steps
-    whose W is loaded before the wait for the previous kernel. prefetched: lines of a row of W to prefetch then.
+    """block_n: columns per program, with a gate as many of each half. num_warps: slices of block_k in a step. ahead:
+    steps whose W is loaded before the wait for the previous kernel. prefetched: lines of a row of W to prefetch then.
     """
 
     block_n: int
