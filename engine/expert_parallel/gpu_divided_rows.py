@@ -97,7 +97,7 @@ class DividedSeams(ShardSeams):
         return start
 
     def fold(self, weight: Tensor, eps: float, gathers: bool = True) -> Fold[Tensor]:
-        """Return the fold of a block. gathers: all ranks' normed rows."""
+        """Return the fold of a block. gathers: it returns all ranks' normed rows."""
         memory = self._rows
 
         def fold(residual: Tensor, pending: Pending | None) -> Tensor:

@@ -14,8 +14,8 @@ from common.step_times import StepCost
 from engine.plan import StepSize
 from engine.speculation.step_costs import StepCosts
 
-# Costs are learned only from steps of several sizes, and change. So after this many steps with drafts follows one
-# without, and after this many without one with the best row's drafts: first 4, then twice as many each time.
+# Steps of several sizes are needed to learn the costs, which also change. So after this many steps with drafts comes
+# one without, and after this many without one with the best row's drafts: first 4, then twice as many each time.
 FIRST_TRIAL, STEPS_BETWEEN_TRIALS = 4, 200
 WORTH_A_LOOK = 0.25  # of the break-even probability, if every draft adds the same time to a step
 GAIN = 1.05  # required speedup over no drafts, since estimates are not exact and trials cost steps, too

@@ -42,6 +42,6 @@ def gpu_ranks(
 
 
 def in_trials(loaded: LoadedModel, config: EngineConfig) -> tuple[int, RankContext[GpuSeams]]:
-    """Return, for `num_blocks_that_fit`, the memory of the rank's collectives and its context in steps alone."""
+    """Return, for `num_blocks_that_fit`, the memory of the rank's collectives, and its context without others."""
     of_ranks = group_bytes(loaded, config) + stage_bytes(loaded, config) + bytes_of_moves(loaded, config)
     return of_ranks, gpu_ranks(loaded, config, None, *ends_alone(loaded))

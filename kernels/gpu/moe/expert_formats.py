@@ -27,8 +27,8 @@ MIN_CHUNK = 64  # four nibbles of 16 columns
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """A format. name: whole numbers, or a format of nibbles. group: columns that share a scale, 0: no groups. words:
-    per chunk.
+    """A format. name: "whole" for unpacked weights, or a format of nibbles. group: columns that share a scale, 0: all
+    of a row, or no scale. words: per chunk.
     """
 
     name: str
