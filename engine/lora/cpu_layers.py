@@ -31,8 +31,8 @@ class CpuAdapter:
 
     @classmethod
     def of(cls, weights: AdapterWeights) -> CpuAdapter:
-        # In row-major order: oneDNN's order saves 3 us of the 15 to 60 that a GEMM of few rows takes, but costs 80 of
-        # 110 ms when an adapter of rank 16 of an 8B model is read.
+        # Not in oneDNN's order: it saves 3 us of the 15 to 60 that a GEMM of few rows takes, but costs 80 of 110 ms
+        # when an adapter of rank 16 of an 8B model is read.
         embedding = weights.embedding
         if embedding is not None:
             embedding = LowRank(embedding.a.T.contiguous(), embedding.b)
