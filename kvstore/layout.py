@@ -1,13 +1,13 @@
-"""KV layout of a model and geometry of its pools: plain data that a model declares and workers compare.
+"""The KV layout of a model and the geometry of its pools: plain data that models declare and workers compare.
 
     layout   = groups of layers with one shape and one lifetime
     geometry = layout x blocks x shard
     block    = block_size consecutive tokens of one group: layers x planes x heads of the shard x block_size x
-               head_dim elements, as many layers as the largest group has, of the shard
+               head_dim elements, with as many layers as the shard has of its largest group
                (docs/decisions/kv-blocks-and-groups.md)
 
-A block is one contiguous piece, in which the heads of one layer and plane lie next to each other: so a
-reader with another shard finds the heads that it wants (`kvstore/handle/head_split.py`). Standard library only.
+A block is contiguous, and the heads of one layer and plane are next to each other in it, so that a reader with
+another shard can pick the heads that it needs (`kvstore/handle/head_split.py`). Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal, get_args
 from common.errors import ConfigError, UnsupportedModelError
 
 KvKind = Literal["full", "window", "latent"]
-SERVED: tuple[tuple[KvKind, int], ...] = (("full", 2), ("window", 2), ("latent", 1))  # kind and planes of a group
+SERVED: tuple[tuple[KvKind, int], ...] = (("full", 2), ("window", 2), ("latent", 1))  # supported kinds, with planes
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 MAX_DIMENSION = 1 << 16
 
@@ -29,13 +29,13 @@ MAX_DIMENSION = 1 << 16
 class KvGroup:
     """Layers whose KV has one shape and one lifetime.
 
-    full: of every token. window: of the last `window` tokens. latent: one vector a token that all heads share (MLA).
-    Raises ConfigError for what contradicts itself.
+    full: KV of every token. window: KV of the last `window` tokens. latent: one vector per token, which all heads
+    share (MLA). Raises ConfigError for invalid or inconsistent fields.
     """
 
     name: str
     kind: KvKind
-    layers: tuple[int, ...]  # of the model, ascending
+    layers: tuple[int, ...]  # indices of the model's layers, ascending
     num_kv_heads: int  # latent: 1
     head_dim: int
     dtype: str
@@ -63,7 +63,7 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """All KV of one model, before it is divided among ranks. Its text names what workers compare."""
+    """All KV of one model, before it is divided among ranks. Its text form shows everything that workers compare."""
 
     groups: tuple[KvGroup, ...]
 
@@ -80,20 +80,20 @@ class KvLayout:
 
 
 def full_attention(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KvLayout:
-    """The layout of a model whose layers all attend to every token, with K and V of `num_kv_heads` heads."""
+    """Return the layout of a model whose layers all attend to every token, with K and V of `num_kv_heads` heads."""
     return KvLayout((KvGroup("attention", "full", tuple(range(num_layers)), num_kv_heads, head_dim, dtype),))
 
 
 def latent_attention(num_layers: int, width: int, dtype: str) -> KvLayout:
-    """The layout of latent attention (MLA): each layer keeps one vector a token, the latent and the rotated key."""
+    """Return the layout of latent attention (MLA): per layer and token one vector, the latent and the rotated key."""
     return KvLayout((KvGroup("attention", "latent", tuple(range(num_layers)), 1, width, dtype, num_planes=1),))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The KV of one rank among `size` that share the heads (tensor parallelism) of a model or of a pipeline stage.
+    """The KV of one of `size` ranks among which the heads of a model or pipeline stage are divided (TP).
 
-    layers: [first, stop) of the stage; None: all.
+    layers: [first, stop) of the stage; None: all layers.
     """
 
     rank: int = 0
@@ -101,9 +101,9 @@ class Shard:
     layers: tuple[int, int] | None = None
 
     def heads(self, num_kv_heads: int) -> range:
-        """The heads of this rank: an equal share, or one head that several ranks hold when there are more ranks.
+        """Return this rank's heads: an equal share, or with more ranks than heads one replicated head.
 
-        Raises ConfigError when neither number divides the other.
+        Raises ConfigError if neither number divides the other, or if there is no such rank.
         """
         if not 0 <= self.rank < self.size <= MAX_DIMENSION:
             raise ConfigError(f"rank {self.rank} of {self.size} does not exist")
@@ -116,7 +116,7 @@ class Shard:
         raise ConfigError(f"{num_kv_heads} KV heads cannot be divided among {self.size} ranks")
 
     def layers_of(self, layout: KvLayout) -> range:
-        """The model's layers that are this shard's. Raises ConfigError for layers that there are not."""
+        """Return the model's layers in this shard. Raises ConfigError for layers that the model does not have."""
         first, stop = self.layers or (0, layout.num_layers)
         if not 0 <= first < stop <= layout.num_layers:
             raise ConfigError(f"a stage of layers {first} to {stop - 1} of {layout.num_layers} does not exist")
@@ -126,12 +126,12 @@ class Shard:
 WHOLE = Shard()
 
 
-@dataclass(frozen=True)  # without slots: what pulls ask for again and again is computed once
+@dataclass(frozen=True)  # without slots, for the cached properties, which every pull reads
 class PoolGeometry:
     """One rank's pool: `[num_blocks, layers of a group, planes, heads of the shard, block_size, head_dim]`.
 
-    `fingerprint` names weights, config and quantization. KV may move between pools that agree in all but `num_blocks`
-    and `shard`. Raises UnsupportedModelError for a layout that no pool serves, ConfigError for an impossible shard.
+    `fingerprint` identifies weights, config and quantization. KV can move between pools that differ only in
+    `num_blocks` and `shard`. Raises UnsupportedModelError for an unsupported layout, ConfigError for a wrong shard.
     """
 
     layout: KvLayout
@@ -148,7 +148,7 @@ class PoolGeometry:
 
     @cached_property
     def group(self) -> KvGroup:
-        """The group whose shape blocks have: no other has more layers, and in all else they are alike."""
+        """The group with the most layers, which determines the shape of blocks. Groups differ in layers only."""
         groups = self.layout.groups
         shapes = {(group.num_kv_heads, group.head_dim, group.dtype, group.num_planes) for group in groups}
         layers = [layer for group in groups for layer in group.layers]
@@ -162,17 +162,17 @@ class PoolGeometry:
 
     @property
     def heads(self) -> range:
-        """Indices of the model's KV heads that the pool holds."""
+        """Indices of the model's KV heads in this pool."""
         return self.shard.heads(self.group.num_kv_heads)
 
     @property
     def layers(self) -> range:
-        """The model's layers that the pool holds."""
+        """Indices of the model's layers in this pool."""
         return self.shard.layers_of(self.layout)
 
     @cached_property
     def block_layers(self) -> int:
-        """Layers of a block: as many as any group has here."""
+        """Number of layers in a block: the most that any group has in this pool."""
         layers = self.layers
         return max(sum(layer in layers for layer in group.layers) for group in self.layout.groups)
 
@@ -181,7 +181,7 @@ class PoolGeometry:
         return self.group.dtype
 
     def has_blocks_of(self, other: PoolGeometry) -> bool:
-        """Whether a block of `other` is one of this pool, byte for byte."""
+        """Whether blocks of both pools have the same bytes for the same tokens."""
         mine = self.block_size, self.fingerprint, self.shard, self.layout
         return mine == (other.block_size, other.fingerprint, other.shard, other.layout)
 
@@ -201,11 +201,11 @@ class PoolGeometry:
 
 @dataclass(frozen=True, slots=True)
 class HeadCopy:
-    """Bytes from one block to another, for i below `height`:
+    """A strided copy of bytes from one block to another, for i below `height`:
 
     target[i * target_pitch + target_offset :][:width] = source[i * source_pitch + source_offset :][:width]
 
-    No range of `width` goes beyond the end of a pitch, and blocks are whole pitches long.
+    No range of `width` bytes crosses the end of a pitch, and the size of a block is a multiple of each pitch.
     """
 
     height: int

@@ -1,4 +1,4 @@
-"""Names of the things that travel: block ids and their runs, block keys, host slots, leases, workers."""
+"""Types of identifiers (blocks, block keys, host slots, leases, workers, epochs), and runs of block ids."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import NewType
 
 BlockId = NewType("BlockId", int)  # index into one worker's pool
-BlockKey = NewType("BlockKey", bytes)  # 32 bytes; equal key means equal KV
+BlockKey = NewType("BlockKey", bytes)  # 32 bytes; equal keys mean equal KV
 HostSlot = NewType("HostSlot", int)  # index into a host-memory tier
 LeaseId = NewType("LeaseId", str)
 WorkerId = NewType("WorkerId", str)
-Epoch = NewType("Epoch", int)  # 64 random bits, drawn when a pool is made
+Epoch = NewType("Epoch", int)  # 64 random bits, drawn when a pool is created
 
 
 def merged_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Runs (source, target, count) in which both sides ascend by one: one copy each."""
+    """Yield runs (source, target, count) in which both sides ascend by one, so that one copy moves each run."""
     index = 0
     while index < len(pairs):
         source, target = pairs[index]
@@ -26,5 +26,5 @@ def merged_runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, in
 
 
 def runs_of(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs (index of the first, its row, count) in which rows ascend by one. A pool in little use has few."""
+    """Yield runs (index of the first row, the row, count) of ascending rows. A pool in little use has few."""
     return merged_runs(list(enumerate(rows)))

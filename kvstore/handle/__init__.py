@@ -1,1 +1,1 @@
-"""KV handles: where a prompt's KV lies, and which bytes of it a reader with other shards needs."""
+"""KV handles: where the KV of a prompt is, and which bytes of it a reader with other shards needs."""

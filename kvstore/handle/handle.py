@@ -1,10 +1,10 @@
 """KV handles: what a worker needs to read a prompt's KV from another. The only file that knows a shard's bytes.
 
     writer:  HandleWriter.write(lease, ...) -> protobuf's KvHandle, one shard of bytes per rank
-    between: worker front, router and journal carry the handle unread; a lease is ended by its id and epoch
+    between: worker front, router and journal pass the handle on unread; id and epoch suffice to end the lease
     reader:  open_handle(handle) -> PeerLease, checked
 
-A shard is msgpack, see `_WrittenShard`. What a transport's address says, only that transport knows.
+A shard is msgpack, see `_WrittenShard`. Only a transport itself can read its address.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MAX_TEXT = 1024  # characters of a name or fingerprint
 PoolName = tuple[WorkerId, int]  # worker and rank
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Addresses = Annotated[Mapping[Text, Annotated[bytes, msgspec.Meta(max_length=1 << 16)]], msgspec.Meta(max_length=64)]
-FORMAT = f"5.{HASH_VERSION}"  # of a shard, and of the keys of its blocks
+FORMAT = f"5.{HASH_VERSION}"  # version of the shard format and of block keys
 MAX_SHARDS = 256
 MAX_HANDLE_BLOCKS = 1 << 20
-MAX_SHARD_BYTES = 16 << 20  # 12 a block, and room for the rest
+MAX_SHARD_BYTES = 16 << 20  # 12 bytes a block, and some for the other fields
 MAX_GROUPS = 16
 MAX_BLOCKS = 1 << 26
 MAX_POOL_BYTES = 1 << 46
@@ -42,12 +42,12 @@ class ShardAddress:
     """Where one rank's pool can be read."""
 
     kv_address: Text = ""  # host:port of the KvTransfer service
-    needs_staging: bool = False  # the blocks lie in GPU memory: of host memory, rows that the owner names hold them
-    transports: Addresses = field(default_factory=dict)  # by the name of each transport that is offered
+    needs_staging: bool = False  # the blocks are in GPU memory; the owner copies them to host memory on request
+    transports: Addresses = field(default_factory=dict)  # the address for each transport that the owner offers
 
 
 class _WrittenShard(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A shard on its way; ids and digests are little-endian integers of 4 and 8 bytes."""
+    """A shard as it is serialized; ids and digests are little-endian integers of 4 and 8 bytes."""
 
     format: str
     geometry: PoolGeometry
@@ -58,7 +58,7 @@ class _WrittenShard(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """One life (`epoch`) of one rank's pool, or of the staging area in front of it, as a socket describes it."""
+    """One rank's pool in one epoch, or the staging area of a pool in GPU memory, as its socket describes it."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -67,7 +67,7 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True)
 class HandleShard:
-    """The pool of one rank, as its owner's handles name it."""
+    """The pool of one rank, as its owner describes it in handles."""
 
     geometry: PoolGeometry
     address: ShardAddress
@@ -75,7 +75,7 @@ class HandleShard:
 
 @dataclass(frozen=True, slots=True)
 class PeerShard:
-    """The blocks of a lease in the pool of one rank."""
+    """The blocks of a lease in one rank's pool."""
 
     lease_id: LeaseId
     worker_id: WorkerId
@@ -84,23 +84,23 @@ class PeerShard:
     address: ShardAddress
     block_ids: tuple[BlockId, ...]
     digests: tuple[int, ...]  # one per block
-    rank: int = 0  # its index among the handle's shards, by which the owner knows the pool
+    rank: int = 0  # index among the handle's shards; identifies the pool to its owner
 
     @property
     def pool_name(self) -> PoolName:
         return self.worker_id, self.rank
 
     def address_for(self, transport: str) -> str:
-        """Address of the pool for a transport that is offered. Raises TransferError for bytes that are no text."""
+        """Return the pool's address for an offered transport. Raises TransferError unless it is valid UTF-8."""
         try:
             return self.address.transports[transport].decode()
         except UnicodeDecodeError:
             raise TransferError(f"the KV handle has a malformed address for {transport}") from None
 
     def check_offer(self, offered: PoolInfo) -> None:
-        """Raise TransferError unless what a socket hands out is the pool that the handle means.
+        """Raise TransferError unless a socket hands out the pool that the handle describes.
 
-        The number of blocks is the socket's to say: it may hand out a staging area.
+        The number of blocks may differ, because the socket may hand out a staging area.
         """
         if (offered.worker_id, offered.epoch) != (self.worker_id, self.epoch):
             raise TransferError("the socket is another worker's, or this one has restarted (stale epoch)")
@@ -110,7 +110,7 @@ class PeerShard:
 
 @dataclass(frozen=True, slots=True)
 class PeerLease:
-    """A handle that was read: shards in the order of ranks, all of the same blocks."""
+    """The content of a handle: one shard per rank, in order, all with the same number of blocks."""
 
     lease_id: LeaseId
     worker_id: WorkerId
@@ -125,20 +125,20 @@ class PeerLease:
 
     @property
     def kv_address(self) -> str:
-        """Address of the service that renews and releases the lease."""
+        """The address of the service that renews and releases the lease."""
         return self.shards[0].address.kv_address
 
 
 @dataclass(frozen=True, slots=True)
 class HandleWriter:
-    """Writes the handles of one worker's leases, all of which name its shards."""
+    """Writes the handles of one worker's leases, each of which lists the worker's shards."""
 
     worker_id: str
     shards: Sequence[HandleShard]  # in the order of ranks
     lease_seconds: float
 
     def write(self, lease: Lease, num_tokens: int, digests: Sequence[Sequence[int]]) -> pb.KvHandle:
-        """The handle of a lease on blocks that hold the KV of `num_tokens`; of each shard one digest per block."""
+        """Write the handle of a lease on the KV of `num_tokens`. digests: for each shard, one per block."""
         shards = [
             pack_shard(shard.geometry, shard.address, lease.block_ids, own)
             for shard, own in zip(self.shards, digests, strict=True)
@@ -157,9 +157,9 @@ def pack_shard(
 
 
 def open_handle(handle: pb.KvHandle) -> PeerLease:
-    """Read what another worker wrote.
+    """Read a handle that another worker wrote.
 
-    Raises TransferError for a handle that is malformed or contradicts itself, HandshakeError for another version's.
+    Raises TransferError for a malformed or inconsistent handle, HandshakeError for one of another version.
     """
     if not handle.lease_id or not 1 <= len(handle.shards) <= MAX_SHARDS:
         raise TransferError("malformed KV handle")
@@ -191,9 +191,9 @@ def _unpack_shard(name: tuple[LeaseId, WorkerId, Epoch], data: bytes, rank: int)
 
 
 def from_wire(kind: type[T], value: Any, what: str) -> T:
-    """Convert the lists and maps that msgpack carried to a value with a `geometry`, within bounds.
+    """Convert decoded msgpack to a `kind`, which has a `geometry`, and check its bounds.
 
-    Raises TransferError for another value, HandshakeError for KV that this worker does not know.
+    Raises TransferError for a malformed value, HandshakeError for KV that this worker does not know.
     """
     try:
         found: Any = msgspec.convert(value, kind, builtin_types=(bytes,))
@@ -212,7 +212,7 @@ def from_wire(kind: type[T], value: Any, what: str) -> T:
 
 
 def rows_at(rows: Sequence[BlockId], positions: Sequence[int], num_rows: int) -> list[BlockId]:
-    """Select the lease's rows at `positions`. Raises TransferError when one lies outside a pool of `num_rows`."""
+    """Return the lease's rows at `positions`. Raises TransferError for a row outside a pool of `num_rows`."""
     chosen = [rows[position] for position in positions]
     if chosen and not 0 <= min(chosen) <= max(chosen) < num_rows:
         raise TransferError("the KV handle names a block outside the peer's pool")

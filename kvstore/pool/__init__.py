@@ -1,1 +1,1 @@
-"""Contents of a KV pool: block keys, ownership and eviction, leases, digests, and the index of all pools."""
+"""What a KV pool contains: block keys, ownership and eviction, leases, digests, and the router's prefix index."""

@@ -1,10 +1,10 @@
-"""Keys of KV blocks: a chain of SHA-256 over everything that decides what the KV is.
+"""Keys of KV blocks: a chain of SHA-256 hashes over everything that determines the KV.
 
-    root = SHA-256(version, fingerprint, adapter, salt)      each field with its length in front
-    key  = SHA-256(key of the block before, or root; token ids as little-endian uint32)
+    root = SHA-256(version, fingerprint, adapter, salt)      each field preceded by its length
+    key  = SHA-256(key of the previous block, or root; token ids as little-endian uint32)
 
-Equal key means equal KV: same weights, same adapter, same tokens from position 0 on. The salt separates
-tenants. SHA-256, because a key that somebody can forge would read another one's cache. Router and workers both
+Equal keys mean equal KV: the same weights, adapter, and tokens from position 0 on. The salt separates tenants.
+The hash is cryptographic because a forged key would give access to another tenant's cache. Router and workers both
 compute keys, and must agree (`HASH_VERSION` is compared in the handshake).
 """
 
@@ -17,13 +17,13 @@ from functools import lru_cache
 from common.token_ids import ID_BYTES
 from kvstore.types import BlockKey
 
-HASH_VERSION = 3  # of keys, and of what routers and workers send each other
-GROUP_MARK = b"\0kvg"  # begins the keys of groups but the first; another key does with a chance of 2^-32
+HASH_VERSION = 3  # version of keys, and of the protocol between routers and workers
+GROUP_MARK = b"\0kvg"  # prefix of keys of all groups but the first; other keys have it with probability 2^-32
 
 
-@lru_cache(maxsize=1024)  # models, adapters and tenants are few, requests many
+@lru_cache(maxsize=1024)  # there are few models, adapters and tenants, and many requests
 def root_key(fingerprint: str, adapter: str = "", salt: str = "") -> BlockKey:
-    """The parent of every first block. `fingerprint` names weights, config and quantization."""
+    """Return the parent key of every first block. `fingerprint` identifies weights, config and quantization."""
     digest = hashlib.sha256(struct.pack("<4sI", b"mikv", HASH_VERSION))
     for text in (fingerprint, adapter, salt):
         data = text.encode()
@@ -33,9 +33,9 @@ def root_key(fingerprint: str, adapter: str = "", salt: str = "") -> BlockKey:
 
 
 def block_keys(parent: BlockKey, packed_ids: bytes, block_size: int) -> list[BlockKey]:
-    """Keys of the full blocks of `packed_ids` (see `common.token_ids`), which follow the block or root `parent`.
+    """Return the keys of the full blocks of `packed_ids` (see `common.token_ids`) after the block or root `parent`.
 
-    A partial last block has none.
+    A partial last block has no key.
     """
     keys, width = [], ID_BYTES * block_size
     for start in range(0, len(packed_ids) - width + 1, width):
@@ -45,5 +45,5 @@ def block_keys(parent: BlockKey, packed_ids: bytes, block_size: int) -> list[Blo
 
 
 def group_key(key: BlockKey, group: int) -> BlockKey:
-    """Key of the block of KV group `group` that holds the tokens for which `key` stands."""
+    """Return the key of KV group `group`'s block for the same tokens as `key`, which is the first group's."""
     return BlockKey(GROUP_MARK + bytes([group]) + key[len(GROUP_MARK) + 1 :]) if group else key

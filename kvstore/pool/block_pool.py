@@ -1,11 +1,11 @@
-"""Ownership of KV blocks: free, used (counted references) or cached (no reference, findable by key).
+"""Ownership of KV blocks: free, used (reference counted) or cached (no reference, findable by key).
 
-Knows ids and keys, no tensors, tokens or clocks; called by the scheduler between steps, from one thread.
-Prefix caching is part of it, because a cached block *is* a free block whose content may still be wanted:
-allocation takes free blocks first and then evicts the least recently used cached ones.
+Knows ids and keys, but no tensors, tokens or clocks; the scheduler calls it between steps, from one thread.
+Prefix caching is part of it, because a cached block *is* a free block whose content may be reused: allocation takes
+free blocks first and then evicts the least recently used cached ones.
 
 Every operation costs O(blocks touched). Misuse that only a bug can cause (releasing a free block) raises
-AssertionError, also under `python -O`: going on would give one sequence's KV to another.
+AssertionError, also under `python -O`: otherwise one sequence could get the KV of another.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvstore.types import BlockId, BlockKey
 
 
 class PoolExhausted(OverloadedError):
-    """Fewer blocks are free or evictable than were asked for; nothing was changed."""
+    """Fewer blocks are free or evictable than requested; nothing was changed."""
 
 
 class BlockPool:
-    """States of `num_blocks` blocks. With `enable_prefix_cache=False` nothing is ever findable."""
+    """The states of `num_blocks` blocks. With `enable_prefix_cache=False` no block is ever findable."""
 
     def __init__(self, num_blocks: int, enable_prefix_cache: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -34,7 +34,7 @@ class BlockPool:
         self._key_of: dict[BlockId, BlockKey] = {}
         self._block_of: dict[BlockKey, BlockId] = {}
         self._evicted: dict[BlockId, BlockKey] = {}
-        self._changes: dict[BlockKey, bool] = {}  # key -> stored (True) or removed, net since take_events
+        self._changes: dict[BlockKey, bool] = {}  # key -> stored (True) or removed: net changes since take_events
 
     # --- counts ------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that `allocate` can give."""
+        """Number of blocks that `allocate` can return."""
         return len(self._free) + len(self._cached)
 
     def refcount(self, block_id: BlockId) -> int:
@@ -67,7 +67,7 @@ class BlockPool:
     # --- life of a block ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """Blocks of the longest prefix of `keys` present. Changes nothing: `acquire` what you keep."""
+        """Return the blocks of the longest prefix of `keys` that is present. Takes no references, see `acquire`."""
         found: list[BlockId] = []
         for key in keys:
             block_id = self._block_of.get(key)
@@ -77,11 +77,11 @@ class BlockPool:
         return found
 
     def find(self, keys: Iterable[BlockKey], absent: BlockId) -> list[BlockId]:
-        """The block of each key, or `absent`. Changes nothing."""
+        """Return the block of each key, or `absent`. Changes nothing."""
         return [self._block_of.get(key, absent) for key in keys]
 
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
-        """Take one reference on each; cached blocks become used."""
+        """Take one reference on each block; cached blocks become used."""
         refcount, cached = self._refcount, self._cached
         for block_id in block_ids:
             if refcount[block_id] == 0:
@@ -91,7 +91,7 @@ class BlockPool:
             refcount[block_id] += 1
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Blocks with one reference each and no key. Raises PoolExhausted."""
+        """Return blocks with one reference each and no key. Raises PoolExhausted."""
         if num_blocks > self.num_available:
             raise PoolExhausted(f"{num_blocks} KV blocks wanted, {self.num_available} of {self.num_blocks} left")
         taken: list[BlockId] = []
@@ -102,15 +102,15 @@ class BlockPool:
         return taken
 
     def keep_free(self, num_blocks: int) -> None:
-        """Evict cached blocks until so many are free, as far as there are any.
+        """Evict cached blocks until `num_blocks` are free or no block is cached.
 
-        A later allocation then waits neither for evictions nor for copies of what is evicted to the host tier.
+        A later allocation then waits neither for evictions nor for copies of evicted blocks to the host tier.
         """
         while len(self._free) < num_blocks and self._cached:
             self._free.append(self._evict())
 
     def publish(self, block_id: BlockId, key: BlockKey) -> bool:
-        """Make a used, completely written block findable. False: another block has this key and keeps it."""
+        """Make a used, completely written block findable. Returns False if another block has the key already."""
         if self._refcount[block_id] <= 0:
             raise AssertionError(f"publish of unused block {block_id}")
         if self._key_of.get(block_id, key) != key:
@@ -127,8 +127,8 @@ class BlockPool:
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """Drop one reference on each block of a sequence, given in sequence order.
 
-        The last block is released first, so that a sequence loses its tail before its head: a prefix
-        without its head is of no use.
+        The last block is released first, so that the tail of a sequence is evicted before its head: blocks without
+        the blocks before them are of no use.
         """
         for block_id in reversed(block_ids):
             if self._refcount[block_id] <= 0:
@@ -140,23 +140,22 @@ class BlockPool:
                 else:
                     self._free.append(block_id)
 
-    # --- what happened since the last call ---------------------------------------------------------------
+    # --- changes since the last call ---------------------------------------------------------------------
 
     def take_evicted(self) -> list[tuple[BlockId, BlockKey]]:
-        """Blocks whose content `allocate` gave up. It is intact until the next step writes to them."""
+        """Return the blocks evicted since the last call. Their content is intact until the next step writes."""
         evicted = list(self._evicted.items())
         self._evicted.clear()
         return evicted
 
     def announce(self, key: BlockKey, is_there: bool) -> None:
-        """Tell readers of the events of something else than a block that comes and goes: an adapter, by the root of
-        its blocks' keys."""
+        """Record an event for something other than a block: an adapter, which the root of its block keys names."""
         self._record(key, stored=is_there)
 
     def take_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Keys (stored, removed); a key that came and went, or went and came back, is in neither list.
+        """Return the keys (stored, removed); a key that was stored and removed again, or vice versa, is in neither.
 
-        Of the first KV group: it says how long a prefix is, the others follow it.
+        Only keys of the first KV group, which determines the length of a cached prefix.
         """
         stored = [key for key, is_stored in self._changes.items() if is_stored]
         removed = [key for key, is_stored in self._changes.items() if not is_stored]
@@ -164,7 +163,7 @@ class BlockPool:
         return stored, removed
 
     def _evict(self) -> BlockId:
-        """Take the least recently used cached block out of the cache; it is in no state then."""
+        """Take the least recently used block out of the cache. The caller must put it into another state."""
         block_id, _none = self._cached.popitem(last=False)
         key = self._evicted[block_id] = self._key_of.pop(block_id)
         del self._block_of[key]
@@ -182,7 +181,7 @@ class BlockPool:
     # --- invariant ---------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise AssertionError that lists what is wrong: every block in exactly one state, maps bijective."""
+        """Raise AssertionError, with all errors, unless each block is in one state and the maps are inverse."""
         wrong: list[str] = []
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free):

@@ -1,4 +1,4 @@
-"""A digest of a block's bytes that CPU and GPU compute alike, at a good part of memory bandwidth.
+"""A digest of a block's bytes that CPUs and GPUs can compute at a good part of memory bandwidth.
 
 With x_i the block's little-endian signed 64-bit words and h_i = x_i >> 32 (arithmetic):
 
@@ -7,13 +7,13 @@ With x_i the block's little-endian signed 64-bit words and h_i = x_i >> 32 (arit
 In numpy and torch this is plain int64 arithmetic with wraparound; `digest_weights` gives a and b.
 
 Why the second term: in sum(a_i * x_i) alone, a change of bit 63 in *any two* words cancels, and one of bit k
-leaves only 64 - k bits of the digest, so sign flips would slip through. With it, the upper 32 bits also
-count at full strength: the sum is one of 32-bit words with odd weights b_i + 2^32 a_i and a_i.
+affects only 64 - k bits of the digest, so sign flips could go unnoticed. With it, the upper 32 bits count
+fully, too: the sum is one over 32-bit words with odd weights b_i + 2^32 a_i and a_i.
 
-Detected always: any change within one 32-bit word, so every single flipped bit, byte or bf16 element.
-Detected with a chance of failure of about 2^-32 or less: everything else that was not made to collide
-(words swapped, shifted, zeroed, of another block). It is no defence against somebody who computes
-collisions: peers are trusted to be workers, not to be bug-free.
+Always detected: any change within one 32-bit word, so every single flipped bit, byte or bf16 element.
+Detected except with a probability of about 2^-32 or less: every other change that is not a deliberate collision
+(words swapped, shifted, zeroed, or of another block). It is no defence against attackers who compute collisions:
+peers are trusted to be workers, but not to be bug-free.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def digest_blocks(blocks: npt.NDArray[np.uint8]) -> list[int]:
-    """Digests of the rows of a `[num_blocks, block_bytes]` array, see `digest_rows`."""
+    """Compute the digest of every row of a `[num_blocks, block_bytes]` array, see `digest_rows`."""
     return digest_rows(blocks, range(len(blocks)))
 
 
 def digest_rows(blocks: npt.NDArray[np.uint8], rows: Iterable[int]) -> list[int]:
-    """Digests of the given rows of `[num_blocks, block_bytes]`, each 0 <= digest < 2^64.
+    """Compute the digests of the given rows of `[num_blocks, block_bytes]`, each 0 <= digest < 2^64.
 
-    Raises ConfigError when block_bytes is not a multiple of 8.
+    Raises ConfigError if block_bytes is not a multiple of 8.
     """
     check_block_bytes(blocks.shape[1])
     a, b = digest_weights(blocks.shape[1] // WORD_BYTES)
@@ -50,14 +50,14 @@ def digest_rows(blocks: npt.NDArray[np.uint8], rows: Iterable[int]) -> list[int]
 
 @lru_cache(maxsize=8)
 def digest_weights(num_words: int) -> tuple[Int64Array, Int64Array]:
-    """The weights (a, b) of the formula, as int64, for blocks of `num_words` words."""
+    """Return the weights (a, b) of the formula, as int64, for blocks of `num_words` words."""
     weights = _splitmix64(np.arange(2 * num_words, dtype=np.uint64)) | np.uint64(1)
     signed = weights.view(np.int64)
     return signed[0::2].copy(), signed[1::2].copy()
 
 
 def check_block_bytes(block_bytes: int) -> None:
-    """Raise ConfigError for a block that is not whole 64-bit words."""
+    """Raise ConfigError unless a block consists of whole 64-bit words."""
     if block_bytes % WORD_BYTES:
         raise ConfigError(f"a KV block of {block_bytes} bytes is not a multiple of {WORD_BYTES}: change --block-size")
 
@@ -74,13 +74,13 @@ def _digest(words: Int64Array, a: Int64Array, b: Int64Array) -> int:
 
 
 def _dot(x: Int64Array, y: Int64Array) -> int:
-    """Wraparound dot product. einsum is vectorized for integers (19 GB/s here); dot is not (16)."""
+    """Compute the dot product with wraparound. einsum is vectorized for integers (19 GB/s here); dot is not (16)."""
     result: Any = np.einsum("i,i->", x, y)
     return int(result)
 
 
 def _splitmix64(index: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Output number `index` of the splitmix64 generator with seed 0 (Steele, Lea, Flood 2014)."""
+    """Return output number `index` of the splitmix64 generator with seed 0 (Steele, Lea, Flood 2014)."""
     z = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,13 +1,13 @@
-"""The router's prefix index: which worker holds which block, and how reliable that is.
+"""The router's prefix index: which worker has which block cached, and how reliable that information is.
 
-A mirror of the workers' caches, fed by their numbered events. Per worker it is
+The index mirrors the workers' caches from their numbered events. For each worker it is
 
-    EXACT      every event was seen since a snapshot (or since the worker's first event)
-    DEGRADED   a number was skipped, or nothing came yet: still used, but the caller should get a snapshot
-    PARTIAL    every event was seen, but the worker has more keys than are kept here: the oldest are forgotten
+    EXACT      all events since a snapshot (or since the worker's first event) were applied
+    DEGRADED   an event is missing, or none has come yet: still used, but the caller should get a snapshot
+    PARTIAL    all events were applied, but the worker has more keys than the index keeps: the oldest are dropped
 
 A wrong index costs time, never correctness: workers look up their own cache again. Pure, standard library
-only; knows keys and worker ids, nothing of tokens, load or the network.
+only; knows keys and worker ids, but not tokens, load or the network.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class IndexState(Enum):
 class _Worker:
     bit: int  # this worker's bit in the masks
     state: IndexState = IndexState.DEGRADED
-    sequence: int | None = None  # last event that was applied; None: never heard of an event
+    sequence: int | None = None  # number of the last event; None: no event yet
     keys: dict[BlockKey, None] = field(default_factory=dict)  # oldest first
 
 
 class PrefixIndex:
-    """Block key -> set of workers, as a bit mask, so that a match of 1,000 keys is 1,000 dictionary reads.
+    """Maps block keys to sets of workers, as bit masks: to match 1,000 keys takes 1,000 dictionary lookups.
 
-    At most `max_keys_per_worker` keys per worker: one that reports more turns PARTIAL.
+    A worker that reports more than `max_keys_per_worker` keys becomes PARTIAL.
     """
 
     def __init__(self, max_keys_per_worker: int = 1 << 20) -> None:
@@ -47,7 +47,7 @@ class PrefixIndex:
 
     @property
     def num_keys(self) -> int:
-        """Distinct keys known anywhere."""
+        """Number of distinct keys of all workers."""
         return len(self._mask)
 
     def num_worker_keys(self, worker: WorkerId) -> int:
@@ -55,12 +55,12 @@ class PrefixIndex:
         return len(entry.keys) if entry else 0
 
     def state(self, worker: WorkerId) -> IndexState:
-        """State of a worker's entries; DEGRADED also for an unknown worker."""
+        """Return the state of a worker's entries; DEGRADED for an unknown worker."""
         entry = self._workers.get(worker)
         return entry.state if entry else IndexState.DEGRADED
 
     def matches(self, keys: Sequence[BlockKey]) -> dict[WorkerId, int]:
-        """Number of leading blocks of `keys` that each worker holds; workers without the first are absent."""
+        """Return the number of leading `keys` that each worker has; workers without the first are left out."""
         result: dict[WorkerId, int] = {}
         masks = self._mask
         alive = masks.get(keys[0], 0) if keys else 0
@@ -79,7 +79,7 @@ class PrefixIndex:
     def apply(
         self, worker: WorkerId, sequence: int, stored: Iterable[BlockKey] = (), removed: Iterable[BlockKey] = ()
     ) -> bool:
-        """Apply one event; one seen before is ignored. False after a gap, until a snapshot comes."""
+        """Apply one event unless it was applied before. Returns False after a gap, until a snapshot comes."""
         entry = self._entry(worker)
         if entry.sequence is None:
             entry.state = IndexState.EXACT if sequence == 1 else IndexState.DEGRADED
@@ -93,7 +93,7 @@ class PrefixIndex:
         return entry.state is not IndexState.DEGRADED
 
     def snapshot(self, worker: WorkerId, sequence: int, keys: Sequence[BlockKey]) -> None:
-        """Replace all that is known of `worker`; events go on at `sequence` + 1."""
+        """Replace all keys of `worker`; the next event is number `sequence` + 1."""
         entry = self._entry(worker)
         self._remove(entry, list(entry.keys))
         entry.sequence = sequence
@@ -106,7 +106,7 @@ class PrefixIndex:
             self._remove(entry, list(entry.keys))
             del self._by_bit[entry.bit]
 
-    # --- inner -------------------------------------------------------------------------------------------
+    # --- internal ----------------------------------------------------------------------------------------
 
     def _entry(self, worker: WorkerId) -> _Worker:
         entry = self._workers.get(worker)

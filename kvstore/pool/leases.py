@@ -1,9 +1,9 @@
-"""Leases: blocks that a peer may read for a limited time.
+"""Leases: permissions for a peer to read blocks for a limited time.
 
-Pure: the clock comes as an argument (seconds of time.monotonic, which processes of one host share). A lease
-holds one reference on each of its blocks; the caller does `pool.acquire` at grant and `pool.release` with
-what `release` and `expire` return. A worker's front keeps a second table, of what its engine
-grants and ends (`adopt`, `release`), so that reads need no message to the engine; both see the same deadlines.
+Pure: the clock is an argument (seconds of time.monotonic, which all processes of a host share). A lease holds one
+reference on each of its blocks: the caller does `pool.acquire` before it grants one and `pool.release` with the
+leases that `release` and `expire` return. A worker's front keeps a copy of its engine's table (`adopt`, `release`),
+so that reads need no message to the engine; both have the same deadlines.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAX_LEASE_SECONDS = 600.0
 
 
 def new_epoch() -> Epoch:
-    """The name of one life of a pool: 64 random bits, never 0."""
+    """Draw the epoch of a new pool: 64 random bits, never 0."""
     return Epoch(secrets.randbits(64) | 1)
 
 
 @dataclass(slots=True)
 class Lease:
-    """`block_ids` in sequence order, readable while the clock is before `deadline`."""
+    """`block_ids`, in sequence order, may be read before the time `deadline`."""
 
     lease_id: LeaseId
     epoch: Epoch
@@ -35,12 +35,12 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases of one pool life. What names another epoch, or is unknown, is refused."""
+    """All leases of one pool in one epoch. Refuses other epochs and unknown leases."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.epoch = epoch
         self._leases: dict[LeaseId, Lease] = {}
-        self._next_deadline = math.inf  # no lease ends before this; makes expire() cheap
+        self._next_deadline = math.inf  # no lease expires earlier; makes expire() cheap
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -49,18 +49,18 @@ class LeaseTable:
         return self._leases.get(lease_id)
 
     def grant(self, block_ids: Sequence[BlockId], now: float, lease_seconds: float) -> Lease:
-        """A lease with an unguessable id."""
+        """Grant a lease with an unguessable id."""
         lease_id = LeaseId(secrets.token_hex(16))
         return self.adopt(Lease(lease_id, self.epoch, tuple(block_ids), now + _bounded(lease_seconds)))
 
     def adopt(self, lease: Lease) -> Lease:
-        """Enter a lease that another table of this pool granted."""
+        """Add a lease that another table of this pool granted."""
         self._leases[lease.lease_id] = lease
         self._next_deadline = min(self._next_deadline, lease.deadline)
         return lease
 
     def renew(self, lease_id: LeaseId, epoch: Epoch, now: float, lease_seconds: float) -> bool:
-        """Let a lease that still holds last at least `lease_seconds` from now. False: it does not hold."""
+        """Extend a valid lease to at least `lease_seconds` from now. Returns False if the lease is not valid."""
         lease = self._leases.get(lease_id)
         if lease is None or epoch != self.epoch or now >= lease.deadline:
             return False
@@ -68,11 +68,11 @@ class LeaseTable:
         return True
 
     def release(self, lease_id: LeaseId, epoch: Epoch) -> Lease | None:
-        """End a lease; None when there is none, for example because it was released before."""
+        """End and return a lease; None if there is none, for example because it was released before."""
         return self._leases.pop(lease_id, None) if epoch == self.epoch else None
 
     def expire(self, now: float) -> list[Lease]:
-        """End and return the leases whose deadline has come."""
+        """End and return the leases whose deadline has passed."""
         if now < self._next_deadline:
             return []
         over = [lease for lease in self._leases.values() if now >= lease.deadline]
@@ -82,7 +82,7 @@ class LeaseTable:
         return over
 
     def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int] | None, now: float) -> list[BlockId]:
-        """Blocks at `positions` of a lease (None: all). Raises TransferError that says why they may not be read."""
+        """Return a lease's blocks at `positions` (None: all). Raises TransferError if they may not be read."""
         if epoch != self.epoch:
             raise TransferError("the KV blocks belong to an earlier life of the worker (stale epoch)")
         lease = self._leases.get(lease_id)
@@ -100,5 +100,5 @@ class LeaseTable:
 
 
 def _bounded(lease_seconds: float) -> float:
-    """Clamp a duration requested by a peer: NaN and negative become 0, the rest at most MAX_LEASE_SECONDS."""
+    """Clamp a duration that a peer requested to [0, MAX_LEASE_SECONDS]; NaN becomes 0."""
     return min(lease_seconds, MAX_LEASE_SECONDS) if lease_seconds > 0 else 0.0

@@ -1,1 +1,1 @@
-"""Transports of KV blocks between workers: a folder for each, and what they share."""
+"""Transports of KV blocks between workers: one folder for each, and their common parts."""

@@ -1,11 +1,11 @@
-"""Pull KV blocks from a peer: choose the transport, verify the digests of what arrives.
+"""Pulls KV blocks from a peer: chooses the transport and verifies the digests of the received blocks.
 
     client = KvClient(my_geometry, {"shm": ShmReader(my_blocks, leases)})
     lease = open_handle(handle)
     client.pull(lease, positions, local_block_ids)       # copied and verified, or TransferError
 
-Blocking and safe to call from several threads; knows neither schedulers nor requests. What a failed pull left in
-the local blocks is garbage: the caller publishes a block only after `pull` returned.
+Blocking, and safe to call from several threads; knows neither schedulers nor requests. A failed pull leaves garbage
+in the local blocks: the caller publishes a block only after `pull` has returned.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DEFAULT_DEADLINE_SECONDS = 30.0
 
 
 class KvClient:
-    """Reads leases of other workers' pools by the best transport that both sides have."""
+    """Reads leased blocks of other workers by the best transport that both sides have."""
 
     def __init__(self, geometry: PoolGeometry, readers: Mapping[str, Reader]) -> None:
-        """`readers` by transport, the best first, all into the pool of `geometry`. Closes them."""
+        """readers: by transport, best first, all for the local pool of `geometry`. The client closes them."""
         self.transports = tuple(readers)
         self.geometry = geometry
         self._readers = readers
@@ -41,8 +41,8 @@ class KvClient:
     ) -> str:
         """Copy and verify the lease's blocks at `positions`; return the transport's name.
 
-        Raises HandshakeError when the pools do not fit, TransferError for anything that did not work or
-        did not arrive intact.
+        Raises HandshakeError if the pools are incompatible, TransferError if the transfer fails or a block arrives
+        corrupted.
         """
         if len(positions) != len(local_block_ids):
             raise ValueError("one local block per position")
@@ -61,7 +61,7 @@ class KvClient:
         return transport
 
     def _parts(self, lease: PeerLease) -> list[SourcePart]:
-        """What to read of which shard. Raises HandshakeError."""
+        """Return the parts to read from the lease's shards. Raises HandshakeError."""
         shards = tuple(shard.geometry.shard for shard in lease.shards)
         if shards == (self.geometry.shard,):
             return [SourcePart(lease.shards[0])]
@@ -79,7 +79,7 @@ class KvClient:
             reader.close()
 
     def in_common(self, pull: BlockPull) -> list[tuple[str, Reader]]:
-        """The transports by which all parts can be read, the best first. Raises UnavailableError without any."""
+        """Return the transports that can read all parts, best first. Raises UnavailableError if there is none."""
         offered = [part.shard.address.transports for part in pull.parts]
         found = [(name, reader) for name, reader in self._readers.items() if all(name in each for each in offered)]
         if not found:
@@ -87,16 +87,16 @@ class KvClient:
         return found
 
     def read(self, pull: BlockPull) -> tuple[str, list[list[int]]]:
-        """Copy by the best transport in common; return its name and the digests.
+        """Copy by the best common transport; return its name and the digests.
 
-        Raises UnavailableError without one, and what a transport raises.
+        Raises UnavailableError if there is none, and the errors of `Reader.pull`.
         """
         name, reader = self.in_common(pull)[0]
         return name, reader.pull(pull)
 
 
 def check_compatible(mine: PoolGeometry, theirs: PoolGeometry, worker_id: WorkerId) -> None:
-    """Raise HandshakeError that names all that differs, and what to do about it. Shards may differ."""
+    """Raise HandshakeError, with all differences and a remedy, if the pools differ in more than their shards."""
     pairs = [
         ("model", mine.fingerprint, theirs.fingerprint),
         ("KV dtype", mine.dtype, theirs.dtype),

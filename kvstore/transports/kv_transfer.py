@@ -1,8 +1,8 @@
-"""KvTransfer, the service by which workers use each other's leases: the caller's side and the owner's.
+"""Client and service of KvTransfer, by which workers use each other's leases.
 
-Callers are threads of an engine process, with a channel for each peer. The service is in the owner's front, which
-mirrors the leases of its engine process: both end leases by the same clock, and the reader's digest check covers what
-is left of the race.
+Clients are threads of an engine process, with one channel per peer. The service runs in the owner's front, which
+mirrors the leases of its engine process: both expire leases by the same clock, and the reader's digest check covers
+the remaining race.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALL_SECONDS = 5.0
 
 
 class LeaseClient:
-    """Channels to peers by address, for any thread; beyond MAX_CHANNELS the least recently used one is closed."""
+    """Thread-safe channels to peers, by address; keeps the MAX_CHANNELS most recently used ones open."""
 
     def __init__(self, token: str = "") -> None:
         self._metadata = token_metadata(token)
@@ -36,19 +36,19 @@ class LeaseClient:
         self._channels: OrderedDict[str, tuple[grpc.Channel, kvstore_pb2_grpc.KvTransferStub]] = OrderedDict()
 
     def renew(self, lease: PeerLease) -> bool:
-        """Renew a lease; False when it has ended. Raises UnavailableError."""
+        """Renew a lease; return False if it has ended. Raises UnavailableError, TransferError."""
         request = kvstore_pb2.LeaseRequest(
             lease_id=lease.lease_id, epoch=lease.epoch, lease_seconds=lease.lease_seconds
         )
         return bool(self.call(lease.kv_address, "Renew", request).held)
 
     def release(self, lease: PeerLease) -> bool:
-        """Release a lease; False when there was none. Raises UnavailableError."""
+        """Release a lease; return False if there is none. Raises UnavailableError, TransferError."""
         request = kvstore_pb2.LeaseRequest(lease_id=lease.lease_id, epoch=lease.epoch)
         return bool(self.call(lease.kv_address, "Release", request).held)
 
     def call(self, address: str, method: str, request: Any, seconds: float = CALL_SECONDS) -> Any:
-        """Call a peer. Raises UnavailableError when it cannot be reached in time, else TransferError."""
+        """Call a peer. Raises UnavailableError if it does not answer in time, TransferError for other failures."""
         try:
             return getattr(self._stub(address), method)(request, timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -58,7 +58,7 @@ class LeaseClient:
             raise TransferError(f"the peer refused: {error.details()} ({status.name})") from error
 
     def _stub(self, address: str) -> kvstore_pb2_grpc.KvTransferStub:
-        """The stub for `address`, connected when it is first used."""
+        """Return the stub for `address`; opens the channel at the first use."""
         with self._lock:
             entry = self._channels.get(address)
             if entry is None:
@@ -79,16 +79,16 @@ class LeaseClient:
 
 @dataclass(eq=False, kw_only=True)
 class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
-    """Add it with `server.add(add_KvTransferServicer_to_server, service, name)`.
+    """The KvTransfer service; `server.add(add_KvTransferServicer_to_server, service, name)` adds it to a server.
 
-    `on_renew` and `on_release` tell the engine; the mirror is changed here before they are called.
+    `on_renew` and `on_release` notify the engine, after `leases`, the front's mirror, was updated here.
     """
 
     leases: LeaseTable
     on_renew: Callable[[LeaseId, Epoch, float], None]
     on_release: Callable[[LeaseId, Epoch], None]
     stage: Callable[[LeaseId, int], Awaitable[list[BlockId]]] | None = None  # for pools in GPU memory, see `rows`
-    descriptions: Mapping[str, bytes] = field(default_factory=dict)  # of transports, by name
+    descriptions: Mapping[str, bytes] = field(default_factory=dict)  # by transport
 
     async def Renew(self, request: kvstore_pb2.LeaseRequest, context: Context) -> kvstore_pb2.LeaseReply:
         lease_id, epoch = LeaseId(request.lease_id), Epoch(request.epoch)
@@ -122,14 +122,14 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
         return kvstore_pb2.DescribeTransportReply(description=description)
 
     def close(self) -> None:
-        """End what serves blocks apart from these calls."""
+        """Stop servers of blocks that a subclass has started."""
 
-    # -- what transports use that add calls of their own ---------------------------------------------------------
+    # -- for transports that add calls of their own --------------------------------------------------------------
 
     async def rows(self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, first: int) -> list[BlockId]:
-        """Rows of host memory, on every rank, with the lease's blocks from `first` on.
+        """Return the rows of host memory, the same on every rank, with the lease's blocks from `first` on.
 
-        Raises TransferError when they cannot get there.
+        Raises TransferError if they cannot be copied there.
         """
         blocks = self.resolve(request, None)
         return blocks[first:] if self.stage is None else await self.stage(LeaseId(request.lease_id), first)
@@ -137,5 +137,5 @@ class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[mi
     def resolve(
         self, request: kvstore_pb2.ReadRequest | kvstore_pb2.StageRequest, positions: Sequence[int] | None
     ) -> list[BlockId]:
-        """The lease's blocks at `positions` (None: all). Raises TransferError."""
+        """Return the lease's blocks at `positions` (None: all). Raises TransferError."""
         return self.leases.resolve(LeaseId(request.lease_id), Epoch(request.epoch), positions, time.monotonic())

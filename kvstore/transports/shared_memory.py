@@ -1,10 +1,10 @@
-"""Memory that processes share by passing a descriptor: a memfd, which has no name and dies with its last user.
+"""Memory that processes share by passing a descriptor: a memfd, which has no name and is freed with its last user.
 
-Nothing is written to /dev/shm, so nothing is left behind after SIGKILL. The size is sealed: a mapping of a
-peer's memory can never fault because the peer shrank it, not even after the peer's death.
+Nothing is written to /dev/shm, so nothing remains after SIGKILL. The size is sealed, so a mapping of a peer's memory
+can never fault because the peer shrank it, not even after the peer's death.
 
-A pool's descriptor is handed out over a Unix socket, from a small thread of the owner: a client that can open the
-socket (a process of the owner's user) gets one frame, {"pool": PoolInfo}, with it. Then the connection ends.
+A thread of the owner hands out a pool's descriptor over a Unix socket: a client that can open the socket (a process
+of the owner's user) receives one frame, {"pool": PoolInfo}, with the descriptor. Then the connection ends.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def create_memfd(name: str, num_bytes: int) -> int:
-    """A zeroed memfd of `num_bytes` with sealed size; pages are taken when first written.
+    """Create a zeroed memfd of `num_bytes` with sealed size; pages are allocated when they are first written.
 
-    Other users of the host cannot open it, and a descriptor that was passed read-only cannot be reopened for
-    writing (mode 0400). Raises ConfigError when the machine does not have the memory.
+    Other users of the host cannot open it, and a read-only descriptor of it cannot be reopened for writing
+    (mode 0400). Raises ConfigError if the machine does not have the memory.
     """
     available = _available_bytes()
     if num_bytes > available:
@@ -53,13 +53,14 @@ def create_memfd(name: str, num_bytes: int) -> int:
 
 
 def reopen_read_only(fd: int) -> int:
-    """Another descriptor of the same memory that cannot be mapped for writing. The caller closes it."""
+    """Return another descriptor of the memory, which cannot be mapped for writing. The caller closes it."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def map_fd(fd: int, num_bytes: int, writable: bool) -> mmap.mmap:
-    """Map the first `num_bytes` of a memfd, also one that a peer sent. Raises TransferError when it is not one
-    of sealed size or too short, ConfigError when it cannot be mapped.
+    """Map the first `num_bytes` of a memfd, which a peer may have sent.
+
+    Raises TransferError unless it is a memfd of sealed and sufficient size, ConfigError if it cannot be mapped.
     """
     check_sealed(fd, num_bytes)
     try:
@@ -70,7 +71,7 @@ def map_fd(fd: int, num_bytes: int, writable: bool) -> mmap.mmap:
 
 
 def check_sealed(fd: int, num_bytes: int) -> None:
-    """Raise TransferError unless it is a memfd of sealed size, of so many bytes at least."""
+    """Raise TransferError unless the descriptor is a memfd of sealed size with at least `num_bytes`."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
@@ -80,12 +81,12 @@ def check_sealed(fd: int, num_bytes: int) -> None:
 
 
 def blocks_over(buffer: mmap.mmap, num_blocks: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """A mapping as `[num_blocks, block_bytes]`; the mapping lives as long as the array."""
+    """Return a mapping as an array `[num_blocks, block_bytes]`, which keeps the mapping alive."""
     return np.frombuffer(buffer, dtype=np.uint8, count=num_blocks * block_bytes).reshape(num_blocks, block_bytes)
 
 
 def _available_bytes() -> int:
-    """Memory that the kernel can still give, within the container's limit."""
+    """Return the memory that the kernel can still provide, or the container's limit if that is lower."""
     limits = []
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -99,10 +100,10 @@ def _available_bytes() -> int:
 
 
 class DescriptorServer:
-    """Serves `fd`, which becomes the server's, until `close`. Reads nothing, so there is nothing to send it.
+    """Serves `fd`, which it owns, until `close`. It reads nothing from clients.
 
-    One client is served at a time, and one that does not read is dropped. Raises ConfigError when the socket path
-    cannot be used.
+    Serves one client at a time, and drops a client that does not read. Raises ConfigError if the socket path cannot
+    be used.
     """
 
     def __init__(self, socket_path: Path, info: PoolInfo, fd: int) -> None:
@@ -111,7 +112,7 @@ class DescriptorServer:
         self._fd = fd
         try:
             self._listener = UnixListener(socket_path)
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: do not leak the descriptor
             os.close(self._fd)
             raise
         self._closing = False
@@ -119,7 +120,7 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving and remove the socket. Descriptors that were handed out stay valid."""
+        """Stop serving and remove the socket. Descriptors that clients have stay valid."""
         if self._closing:
             return
         self._closing = True
@@ -134,34 +135,34 @@ class DescriptorServer:
             try:
                 client.settimeout(SEND_TIMEOUT_SECONDS)
                 send_frame(client, self._message, [self._fd])
-            except OSError:  # the client went away, or does not read
+            except OSError:  # the client has gone, or does not read
                 client.close()
             else:
                 self.served(client)
 
     def served(self, client: socket.socket) -> None:
-        """End a connection on which everything was sent."""
+        """Close a connection after everything was sent."""
         client.close()
 
 
 def fetch_pool(socket_path: str, timeout_seconds: float) -> tuple[PoolInfo, int]:
-    """Ask a DescriptorServer. The caller closes the descriptor.
+    """Fetch the pool's description and descriptor from a DescriptorServer. The caller closes the descriptor.
 
-    Raises UnavailableError (no server), TransferError or HandshakeError (not such a server).
+    Raises UnavailableError (no server), TransferError or HandshakeError (another kind of server).
     """
     with connect_unix(socket_path, timeout_seconds) as sock:
         return receive_pool(sock)
 
 
 def receive_pool(sock: socket.socket) -> tuple[PoolInfo, int]:
-    """Receive what a DescriptorServer sends, as `fetch_pool`."""
+    """Receive the frame of a DescriptorServer, see `fetch_pool`."""
     fds: list[int] = []
     try:
         message, fds = recv_frame(sock, MAX_INFO_BYTES, max_fds=1)
         if not isinstance(message, dict) or "pool" not in message or len(fds) != 1:
             raise TransferError("the Unix socket does not hand out a KV pool")
         return from_wire(PoolInfo, message["pool"], "description of a KV pool"), fds[0]
-    except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+    except BaseException:  # Ctrl-C and cancelled tasks, too: do not leak descriptors
         for fd in fds:
             os.close(fd)
         raise

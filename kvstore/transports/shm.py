@@ -1,8 +1,8 @@
-"""Reads a peer's pool on the same host: its memfd, mapped read-only once, and one copy per run of blocks.
+"""Reads the pool of a peer on the same host: maps its memfd read-only, once, and copies each run of blocks.
 
-One-sided: the peer does nothing, except that one whose blocks lie in GPU memory copies a lease to rows of the shared
-memory when it is asked to. That the blocks are still those of the lease is the digest's proof, afterwards. A mapping
-stays readable when its owner dies.
+Reads are one-sided: the peer takes no part, except that a peer with blocks in GPU memory first copies them to rows of
+the shared memory on request. The digests prove afterwards that the blocks were still the lease's. A mapping stays
+readable when its owner dies.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FETCH_SECONDS = 2.0
 def rows_of_lease(
     shard: PeerShard, positions: Sequence[int], num_rows: int, leases: LeaseClient, deadline_seconds: float
 ) -> list[BlockId]:
-    """Rows of the peer's host memory, of which there are `num_rows`, that hold the lease's blocks at `positions`.
+    """Return the rows of the peer's host memory, out of `num_rows`, with the lease's blocks at `positions`.
 
-    A peer whose blocks lie in GPU memory copies them there first. Raises TransferError or UnavailableError.
+    A peer with blocks in GPU memory copies them there first. Raises TransferError or UnavailableError.
     """
     if not shard.address.needs_staging:
         return rows_at(shard.block_ids, positions, num_rows)
@@ -46,36 +46,36 @@ def rows_of_lease(
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """Host memory of a peer as it is mapped here: its pool, or rows in front of one in GPU memory."""
+    """Mapped host memory of a peer: its pool, or the staging rows of a pool in GPU memory."""
 
     info: PoolInfo
     blocks: Blocks  # read-only
 
 
 class PeerMappings:
-    """Memory of peers by (worker, rank, epoch), least recently used first out. Safe to use from several threads."""
+    """A thread-safe LRU cache of peers' mapped memory, by worker, rank and epoch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: OrderedDict[tuple[PoolName, Epoch], PeerMemory] = OrderedDict()
 
     def clear(self) -> None:
-        """Forget all of them; each ends when its last reader is done."""
+        """Drop all mappings; each is unmapped after its last reader."""
         with self._lock:
             self._found.clear()
 
     def of(self, shard: PeerShard) -> PeerMemory:
-        """The memory that holds the shard, or its copies. Raises TransferError when the peer does not hand it out."""
+        """Return the memory with the shard or its staged copies. Raises TransferError, UnavailableError."""
         key = (shard.pool_name, shard.epoch)
         with self._lock:
             known = self._found.get(key)
             if known is not None:
                 self._found.move_to_end(key)
         if known is None:
-            known = self.map(shard)  # without the lock: a peer that does not answer must not hold up the others
+            known = self.map(shard)  # without the lock: a peer that does not answer must not block others
             with self._lock:
                 for old in [k for k in self._found if k[0] == key[0]]:
-                    del self._found[old]  # an earlier life of the same pool
+                    del self._found[old]  # an earlier epoch of the same pool
                 self._found[key] = known
                 if len(self._found) > MAX_MAPPINGS:
                     self._found.popitem(last=False)
@@ -83,7 +83,7 @@ class PeerMappings:
         return known
 
     def map(self, shard: PeerShard) -> PeerMemory:
-        """Map what the peer hands out now. Raises TransferError."""
+        """Map the memory that the peer hands out. Raises TransferError."""
         info, fd = fetch_pool(shard.address_for(NAME), FETCH_SECONDS)
         try:
             shard.check_offer(info)
@@ -95,10 +95,10 @@ class PeerMappings:
 
 
 class ShmReader:
-    """Copies blocks from peers' memory."""
+    """Copies blocks from peers' mapped memory."""
 
     def __init__(self, pool: Blocks, leases: LeaseClient) -> None:
-        """`pool` is what is pulled into; `leases` stays the caller's to close."""
+        """pool: the destination. leases: the caller closes it."""
         self._pool = pool
         self.leases = leases
         self._mappings = PeerMappings()
@@ -119,7 +119,7 @@ class ShmReader:
 
 
 class ShmTransport(Transport):
-    """An address is the Unix socket that hands out a descriptor of the memory."""
+    """Shared memory. An address is the path of the Unix socket that hands out the memory's descriptor."""
 
     name = NAME
 

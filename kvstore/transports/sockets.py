@@ -1,7 +1,7 @@
 """Sockets of the KV store: private Unix listeners, and msgpack frames that may carry descriptors.
 
-A frame is a little-endian uint32 length and as many bytes of msgpack. Whatever a peer sends, reading ends in a
-message, or in TransferError; nothing is allocated beyond the bound that the reader names.
+A frame is a little-endian uint32 length and as many bytes of msgpack. Whatever a peer sends, reading yields a message
+or raises TransferError, and allocates no more than the reader's bound.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ logger.addFilter(RateLimit())
 HEADER = struct.Struct("<I")
 ANYTHING = msgspec.msgpack.Decoder()
 RETRY_SECONDS = 0.1
-MAX_PATH_BYTES = 107  # of sockaddr_un on Linux
+MAX_PATH_BYTES = 107  # limit of sockaddr_un on Linux
 
 
 class UnixListener:
     """Listens on a socket that only this user can open (0600, in a directory made 0700)."""
 
     def __init__(self, path: Path) -> None:
-        """Replaces the file of a dead process. Raises ConfigError when a live one listens there, or the path
-        cannot be used.
+        """Replace the socket of a dead process, if there is one.
+
+        Raises ConfigError if a live process listens there, or if the path cannot be used.
         """
         if len(os.fsencode(path)) > MAX_PATH_BYTES:
             raise ConfigError(f"socket path longer than {MAX_PATH_BYTES} bytes: choose a shorter --run-dir")
@@ -48,7 +49,7 @@ class UnixListener:
             _make_private(path.parent)
             _remove_stale(path)
             self.sock.bind(str(path))
-            path.chmod(0o600)  # before listen(): until then, nobody can connect
+            path.chmod(0o600)  # before listen(), until which nobody can connect
             self.sock.listen(64)
             self._identity = _identity(path)
         except OSError as error:
@@ -59,7 +60,7 @@ class UnixListener:
             raise
 
     def close(self) -> None:
-        """Stop listening and remove the file, unless a successor has put its own there."""
+        """Stop listening and remove the file, unless a successor has replaced it."""
         self.sock.close()
         with contextlib.suppress(FileNotFoundError):
             if _identity(self.path) == self._identity:
@@ -67,14 +68,14 @@ class UnixListener:
 
 
 def accepted(listener: socket.socket, is_closing: Callable[[], bool], purpose: str) -> Iterator[socket.socket]:
-    """Yield connections as they come, until `listener` fails while it is being closed."""
+    """Yield connections as they come, until `listener` fails because it is being closed."""
     while True:
         try:
             connection, _ = listener.accept()
         except OSError as error:
             if is_closing():
                 return
-            # Out of descriptors, most likely: a moment later there may be some again.
+            # Most likely the process is out of descriptors, and some are free again a moment later.
             logger.warning("cannot accept a connection for %s: %s", purpose, error.strerror)
             time.sleep(RETRY_SECONDS)
             continue
@@ -82,7 +83,7 @@ def accepted(listener: socket.socket, is_closing: Callable[[], bool], purpose: s
 
 
 def connect_unix(path: str, timeout_seconds: float) -> socket.socket:
-    """Connect to a listener. Raises UnavailableError when there is none."""
+    """Connect to a listener. Raises UnavailableError if there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(timeout_seconds)
     try:
@@ -94,7 +95,7 @@ def connect_unix(path: str, timeout_seconds: float) -> socket.socket:
 
 
 def send_frame(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
-    """Send one frame; descriptors travel with its first byte. Raises OSError."""
+    """Send one frame, with descriptors attached to its first byte. Raises OSError."""
     data = pack(message)
     sent = socket.send_fds(sock, [data], list(fds)) if fds else sock.send(data)
     if sent < len(data):
@@ -124,7 +125,7 @@ def recv_frame(sock: socket.socket, max_bytes: int, max_fds: int = 0) -> tuple[A
                 raise TransferError("the peer closed the connection inside a frame")
             body += data
         return unpack(bytes(body)), fds
-    except BaseException as error:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+    except BaseException as error:  # Ctrl-C and cancelled tasks, too: do not leak descriptors
         for fd in fds:
             os.close(fd)
         if isinstance(error, OSError):
@@ -135,7 +136,7 @@ def recv_frame(sock: socket.socket, max_bytes: int, max_fds: int = 0) -> tuple[A
 async def read_frame(
     reader: asyncio.StreamReader, max_bytes: int, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING
 ) -> Any:
-    """Read one frame without descriptors. Raises TransferError; EOFError at the end between two frames."""
+    """Read one frame without descriptors. Raises TransferError; EOFError if the stream ends between frames."""
     try:
         size = body_size(await reader.readexactly(HEADER.size), max_bytes)
         return unpack(await reader.readexactly(size), decoder)
@@ -153,7 +154,7 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(body: bytes | bytearray, decoder: msgspec.msgpack.Decoder[Any] = ANYTHING) -> Any:
-    """Decode one msgpack value of the decoder's type. Raises TransferError for other bytes."""
+    """Decode one msgpack value of the decoder's type. Raises TransferError for malformed bytes."""
     try:
         return decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
@@ -161,7 +162,7 @@ def unpack(body: bytes | bytearray, decoder: msgspec.msgpack.Decoder[Any] = ANYT
 
 
 def body_size(header: bytes | bytearray, max_bytes: int) -> int:
-    """Decode a frame's length. Raises TransferError for more than `max_bytes`."""
+    """Decode a frame's length. Raises TransferError if it exceeds `max_bytes`."""
     (size,) = HEADER.unpack(header)
     if size > max_bytes:
         raise TransferError(f"a frame of {size} bytes where at most {max_bytes} are allowed")
@@ -179,7 +180,7 @@ def _make_private(folder: Path) -> None:
 
 def _identity(path: Path) -> tuple[int, int, int]:
     status = path.stat()
-    return status.st_dev, status.st_ino, status.st_ctime_ns  # the number alone may be used again at once
+    return status.st_dev, status.st_ino, status.st_ctime_ns  # an inode number alone may be reused at once
 
 
 def _remove_stale(path: Path) -> None:
@@ -196,7 +197,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def has_gone(peer: socket.socket) -> bool:
-    """Whether a connection on which nothing is expected has ended, or has brought bytes."""
+    """Whether an idle connection, on which no bytes are expected, has ended or received bytes."""
     try:
         peer.recv(1, socket.MSG_DONTWAIT)
     except BlockingIOError:

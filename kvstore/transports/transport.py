@@ -1,11 +1,11 @@
-"""What a transport is: one way to move blocks from a pool of one worker into a pool of another.
+"""Interface of a transport: one way to move blocks from a pool of one worker to a pool of another.
 
-A pull goes from parts of a lease's shards (`SourcePart`) to blocks of a pool (`LocalPool`). Where shards are equal,
-blocks go straight to their rows; `head_parts.py` is for those that are divided otherwise.
+A pull copies parts of a lease's shards (`SourcePart`) to blocks of a local pool (`LocalPool`). Between equal shards,
+blocks are copied to their rows unchanged; `head_parts.py` handles shards that are divided differently.
 
-A transport is a folder, `kvstore/transports/<name>/` or one of the worker where it needs torch, and a line of
-`worker/config.py`; `shm.py` is the one that is always there. Nobody else knows a transport's name; its addresses
-travel in KV handles as bytes that only it reads.
+A transport is a folder, `kvstore/transports/<name>/` or, if it needs torch, one in `worker/`, and a line of
+`worker/config.py`; `shm.py` is always there. No other code knows a transport's name; its addresses are in KV handles
+as bytes that only the transport reads.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """Part of every block of one of a lease's shards; without `copy` the whole block, unchanged."""
+    """The part to read of each block of one of a lease's shards; without `copy` the whole block, unchanged."""
 
     shard: PeerShard
     copy: HeadCopy | None = None
 
     def pull(self, read: ReadBlocks, pull: BlockPull, blocks: Blocks) -> list[int]:
-        """Copy the part to rows of `blocks`; return the digests of what was read."""
+        """Copy the part to rows of `blocks`; return the digests of the blocks read."""
         read(self.shard, pull.positions, blocks, pull.local_block_ids, pull.seconds_left)
         return digest_rows(blocks, pull.local_block_ids)
 
     def put(self, source: Blocks, target: Blocks, rows: Sequence[int]) -> None:
-        """Copy the part of each block of the shard in `source` to a row of `target`."""
+        """Copy the part of each of the shard's blocks in `source` to a row of `target`."""
         target[rows] = source
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPull:
-    """Copy all parts of a lease's blocks at `positions` to `local_block_ids`, until `deadline` (time.monotonic)."""
+    """A copy of all parts of a lease's blocks at `positions` to `local_block_ids`. deadline: by time.monotonic."""
 
     parts: Sequence[SourcePart]
     positions: Sequence[int]
@@ -61,27 +61,27 @@ class BlockPull:
         return max(self.deadline - time.monotonic(), 0.0)
 
 
-# (shard, positions, blocks, rows, seconds): copies the shard's blocks at `positions`, as they are, to those rows of
-# `blocks`, within so many seconds. Raises TransferError.
+# (shard, positions, blocks, rows, seconds): copies the shard's blocks at `positions` unchanged to `rows` of `blocks`,
+# in at most `seconds`. Raises TransferError.
 ReadBlocks = Callable[[PeerShard, Sequence[int], Blocks, Sequence[int], float], None]
 
 
 def pull_parts(read: ReadBlocks, pull: BlockPull, blocks: Blocks) -> list[list[int]]:
-    """Copy all parts to the rows of `blocks`; return the digests of what was read, by part."""
+    """Copy all parts to the rows of `blocks`; return the digests of the blocks read, by part."""
     return [part.pull(read, pull, blocks) for part in pull.parts]
 
 
 class Reader(Protocol):
-    """Fills one local pool by one transport. Connections and mappings are made at need, and kept until `close`.
+    """Fills one local pool by one transport. Opens connections and mappings as needed and keeps them until `close`.
 
-    Used from several threads.
+    Several threads use it.
     """
 
     def pull(self, pull: BlockPull) -> list[list[int]]:
-        """Copy blocks; return the digests of what was read, by part, to be compared.
+        """Copy blocks; return the digests of the blocks read, by part, which the caller verifies.
 
-        Raises TransferError or UnavailableError. After a failure nothing is on its way to the local blocks: another
-        transport may fill them.
+        Raises TransferError or UnavailableError. After a failure nothing writes to the local blocks any more, so
+        another transport may fill them.
         """
         ...
 
@@ -89,17 +89,17 @@ class Reader(Protocol):
 
 
 class LocalPool:
-    """The pool of one rank of this worker: host memory of this process that peers of the host map, read-only.
+    """The pool of one rank of this worker: host memory of this process that peers on the host map read-only.
 
-    A pool in GPU memory is one, too, with rows of host memory in front of it.
+    The subclass for a pool in GPU memory has staging rows in host memory.
     """
 
-    needs_staging = False  # whether `host_blocks` hold leased blocks only after these were copied there
+    needs_staging = False  # whether leased blocks must be copied to `host_blocks` before peers can read them there
 
     def __init__(self, info: PoolInfo, socket_path: str, num_rows: int = 0) -> None:
-        """socket_path: hands out a descriptor of the memory. num_rows: of the memory, if it is not the pool itself.
+        """socket_path: where the memory's descriptor is handed out. num_rows: number of staging rows; 0: no staging.
 
-        Raises ConfigError when there is no memory.
+        Raises ConfigError if the machine does not have the memory.
         """
         self.info = info
         self.socket_path = socket_path
@@ -111,18 +111,18 @@ class LocalPool:
         self._server: DescriptorServer | None = None
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[int]:
-        """Digests of complete blocks."""
+        """Compute the digests of complete blocks."""
         return digest_rows(self.host_blocks, block_ids)
 
     def fence(self, first: LocalPool) -> None:
-        """Mark that blocks are about to be given to loads, after the steps that rank 0, `first`, has launched."""
+        """Order the next loads after the steps launched so far by rank 0, whose pool is `first`."""
 
     def through_host(self, reader: Reader) -> Reader:
-        """A reader into the pool, made of one that fills rows of `host_blocks`."""
+        """Turn a reader that fills rows of `host_blocks` into a reader that fills the pool."""
         return reader
 
     def serve(self) -> None:
-        """Start handing out descriptors. Raises ConfigError when a socket cannot be made."""
+        """Start handing out descriptors. Raises ConfigError if the socket cannot be used."""
         self._server = DescriptorServer(Path(self.socket_path), self._host, reopen_read_only(self.fd))
 
     def close(self) -> None:
@@ -132,49 +132,49 @@ class LocalPool:
 
 
 class LeaseHolder(Protocol):
-    """The engine's leases. Called from several threads."""
+    """The engine's leases. Several threads call it."""
 
     def hold(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int]) -> list[BlockId]:
-        """The lease's blocks at `positions`, which stay its own until `let_go`. Raises TransferError."""
+        """Return the lease's blocks at `positions`, which stay allocated until `let_go`. Raises TransferError."""
         ...
 
     def let_go(self, lease_id: LeaseId) -> None: ...
 
 
 class Transport:
-    """One way to move blocks, for all pools of one worker. What a transport has no use for it inherits."""
+    """One way to move blocks, for all pools of one worker. Subclasses override the methods that they need."""
 
     name: ClassVar[str]
     offered: ClassVar[Literal["always", "auto", "named"]] = "always"
-    """When peers may read by it: always, unless another one is named, or only when it is named itself."""
+    """When peers may read by it: always, unless --kv-transport names another, or only if it names this one."""
     needs: ClassVar[str] = ""
-    """What a worker without a reader lacks, for the message to who has named it."""
+    """What a worker needs for a reader, for the error message if --kv-transport names the transport."""
 
     def __init__(self, host: str, token: str) -> None:
-        """host: to listen on. token: that peers must show, and are shown.
+        """host: the address to listen on. token: the cluster's token, for calls from and to peers.
 
-        Raise ConfigError when it cannot be used here.
+        Raises ConfigError if the transport cannot be used here.
         """
         self.host = host
         self.token = token
 
     def reader(self, pool: LocalPool, leases: LeaseClient) -> Reader | None:
-        """A reader into the pool; None: not here. `leases` stays the caller's to close."""
+        """Return a reader that fills the pool; None: not possible here. The caller closes `leases`."""
         raise NotImplementedError
 
     def export(self, pool: LocalPool) -> bytes | None:
-        """Let peers read the pool; return its address, for their readers; None: not offered.
+        """Let peers read the pool; return its address for their readers; None: not offered.
 
-        Ranks come in their order. Raises ConfigError.
+        Called for one rank after the other, in order. Raises ConfigError.
         """
         raise NotImplementedError
 
     def describe(self) -> bytes:
-        """What peers are told only if they have the cluster's token; called after all exports."""
+        """Return data for peers that have the cluster's token. Called after all exports."""
         return b""
 
     def serve(self, leases: LeaseHolder) -> None:
-        """Peers may come from now on."""
+        """Start to serve peers."""
 
     def close(self) -> None:
-        """End what `export` and `serve` have started."""
+        """Stop everything that `export` and `serve` have started."""
