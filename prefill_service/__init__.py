@@ -1,1 +1,1 @@
-"""Computes prompts: each Submit ends with its first token and a KvHandle, its KV kept under a lease."""
+"""Prefill worker: computes prompts. Each Submit ends with the first token and a handle on the leased KV."""

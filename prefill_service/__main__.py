@@ -1,4 +1,4 @@
-"""`python -m prefill_service`: settings from flags and MINI_INFER_* variables, then serve until SIGTERM."""
+"""`python -m prefill_service`: reads settings from flags and MINI_INFER_* variables, and serves until SIGTERM."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Settings of a worker process; the engine's own settings are `EngineConfig`, on the same command line.
+"""Settings of a worker process; the engine's settings are `EngineConfig`, on the same command line.
 
-Whoever only reads settings needs no torch: the transports are imported when a worker starts.
+Reading settings needs no torch: transports are imported when a worker starts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from common.logging import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from common.net.hosts import check_cluster_token
 
 AUTO = "auto"
-# What --kv-transport may name, the best first, and where each is found.
+# The values of --kv-transport, best first, and the class of each.
 TRANSPORTS = {
     "cuda_ipc": "worker.cuda_ipc.transport:CudaIpcTransport",
     "nccl": "worker.nccl.transport:NcclTransport",

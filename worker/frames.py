@@ -1,6 +1,6 @@
-"""Frames of messages between a worker's front and its engine process, over a Unix socket pair.
+"""Message frames between a worker's front and its engine process, over a Unix socket pair.
 
-Both ends are processes of one worker, so a malformed frame is a bug and ends the connection.
+Both ends belong to one worker, so a malformed frame is a bug and ends the connection.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvstore.transports.sockets import HEADER, body_size, pack, read_frame, unpa
 from worker.messages import Message, ToEngine, ToFront
 
 MAX_FRAME_BYTES = 256 << 20
-SOCKET_BUFFER_BYTES = 4 << 20  # a step's frame fits, so that the engine need not wait for the front
+SOCKET_BUFFER_BYTES = 4 << 20  # holds a step's frame, so that the engine need not wait for the front
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 _TO_FRONT = msgspec.msgpack.Decoder(ToFront)
 
 
 class FrameSocket:
-    """The engine's end: blocking sends, and receives that never wait longer than asked."""
+    """The engine process's end: blocking sends, and receives with a timeout."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -41,9 +41,9 @@ class FrameSocket:
         self._sock.sendall(pack(message))
 
     def receive(self, timeout_seconds: float) -> list[ToEngine]:
-        """All complete messages that are here. With none, waits for bytes or `wake` at most so long.
+        """Return all complete messages; if there is no data, wait for some or for `wake` until the timeout.
 
-        Raises ConnectionError when the front is gone, TransferError for what it cannot have sent.
+        Raises ConnectionError when the front is gone, TransferError for a malformed frame.
         """
         messages: list[ToEngine] = []
         wait_ms = timeout_seconds * 1000
@@ -72,6 +72,6 @@ class FrameSocket:
 
 
 async def read_message(reader: asyncio.StreamReader) -> ToFront:
-    """The front's end: one message. Raises EOFError or TransferError when the engine process is gone."""
+    """Read one message in the front. Raises EOFError or TransferError when the engine process is gone."""
     message: ToFront = await read_frame(reader, MAX_FRAME_BYTES, _TO_FRONT)
     return message

@@ -1,7 +1,7 @@
-"""Messages between a worker's front and its engine process: typed, and lists in msgpack.
+"""Messages between a worker's front and its engine process: typed structs, encoded as lists in msgpack.
 
-Types of other modules travel as they are: settings, log-probabilities and leases. What the front only passes on,
-between routers and the engine process, is bytes of protobuf.
+They contain types of other modules as they are: settings, log-probabilities and leases. Whatever the front only
+passes on between routers and the engine process is serialized protobuf.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from worker.config import WorkerConfig
 
 
 class Row(msgspec.Struct, array_like=True, gc=False):
-    """Repeated part of a message: encoded without field names, so that a step of 256 requests costs little."""
+    """A repeated part of a message, encoded without field names, so that a step of 256 requests costs little."""
 
 
 class Message(Row, tag=True):
-    """One frame. The first entry of its list is the name of its class."""
+    """One frame. The first item of the list is the class name."""
 
 
 # -- front -> engine process ---------------------------------------------------------------------------------
 
 
 class Start(Message):
-    """The first message: all settings of a worker, `worker_id` and `run_dir` filled in."""
+    """The first message: all settings of a worker, with `worker_id` and `run_dir` filled in."""
 
     worker: WorkerConfig
     engine: EngineConfig
@@ -38,7 +38,7 @@ class Start(Message):
 
 
 class Command(Message):
-    """What a router has sent. Requests have the names that the front gives them."""
+    """A router's command, with the front's names of requests."""
 
     data: bytes  # protobuf's Command
 
@@ -50,10 +50,10 @@ class Renew(Message):
 
 
 class Stage(Message):
-    """A reader that cannot reach GPU memory wants the blocks of this lease."""
+    """A reader without access to GPU memory asks for copies of this lease's blocks in host memory."""
 
     lease_id: LeaseId
-    first: int  # position in the lease: blocks before it are not wanted
+    first: int  # position in the lease of the first block to copy
 
 
 class Stop(Message):
@@ -69,20 +69,20 @@ ToEngine = Start | Command | Renew | Stage | Stop
 class Ready(Message):
     """The model is loaded."""
 
-    info: bytes  # protobuf's WorkerInfo, but for what the front knows: worker_id, role, version
-    shm_sockets: list[str]  # where descriptors of the pools of all ranks are handed out
-    needs_staging: bool  # leases name blocks that those pools do not hold
-    descriptions: dict[str, bytes]  # of transports, by name, for peers that have the cluster's token
+    info: bytes  # protobuf's WorkerInfo without the fields that the front sets: worker_id, role, version
+    shm_sockets: list[str]  # where the descriptors of all ranks' pools are handed out
+    needs_staging: bool  # leased blocks must be copied to those pools first
+    descriptions: dict[str, bytes]  # by transport, for peers that have the cluster's token
 
 
 class Failed(Message):
-    """The engine cannot start, or cannot go on."""
+    """The engine cannot start or continue."""
 
     reason: str
 
 
 class Delta(Row):
-    """Output of one step for one request."""
+    """The output of one step for one request."""
 
     request_id: RequestId
     token_ids: list[TokenId]
@@ -92,12 +92,12 @@ class Delta(Row):
     prompt_logprobs: list[TokenLogprobs] = []
     handle: bytes | None = None  # protobuf's KvHandle, with PREFILLED
     times: bytes | None = None  # protobuf's RequestTimes, with the first delta
-    num_draft_tokens: int = 0  # these two with the last one
+    num_draft_tokens: int = 0  # both counts with the last delta
     num_accepted_tokens: int = 0
 
 
 class Pull(Row):
-    """Outcome of one KV pull. error: why it failed."""
+    """The outcome of one KV pull. error: why it failed."""
 
     request_id: RequestId
     ok: bool
@@ -108,26 +108,26 @@ class Pull(Row):
 
 
 class StepReport(Message):
-    """Everything that one turn of the engine process's loop did; the loop fills it in."""
+    """Everything that one iteration of the engine process's loop did; the loop fills it in."""
 
     deltas: list[Delta] = []
-    offers: list[bytes] = []  # protobuf's KvOffers and Failures, with the engine's ids of requests
+    offers: list[bytes] = []  # this and the next: protobuf's KvOffers and Failures, with the front's request names
     failures: list[bytes] = []
     granted: list[Lease] = []
     ended_leases: list[LeaseId] = []
-    staged: list[tuple[LeaseId, int, list[BlockId] | None]] = []  # from which position on; rows, None without room
+    staged: list[tuple[LeaseId, int, list[BlockId] | None]] = []  # first position, and rows; None: no room
     pulls: list[Pull] = []
     stored: list[BlockKey] = []
     removed: list[BlockKey] = []
-    load: bytes = b""  # protobuf's LoadReport, of the engine's part
-    preemptions: int = 0  # this and the next two: totals since the start
+    load: bytes = b""  # protobuf's LoadReport, the engine's part
+    preemptions: int = 0  # this and the next two are totals since the start
     prefix_queries: int = 0
     prefix_hits: int = 0
-    figures: Mapping[str, Sequence[float]] = {}  # of wings, by metric: see `engine.wings.Figures`
+    figures: Mapping[str, Sequence[float]] = {}  # metrics of wings, by name, see `engine.wings.Figures`
 
     @property
     def has_news(self) -> bool:
-        """Whether it holds more than load and counters."""
+        """Whether the report contains more than load and counters."""
         requests = self.deltas or self.failures or self.pulls
         leases = self.granted or self.ended_leases or self.staged
         return bool(requests or leases or self.stored or self.removed)

@@ -1,7 +1,6 @@
-"""Protobuf messages of routers as the types of the engine, and what became of requests as routers read it.
+"""Converts routers' protobuf messages to the engine's types, and the engine's results to protobuf.
 
-Requests and sampling parameters are converted by the names of their fields: one that the protobuf message and the
-other type both have needs nothing here.
+Requests and sampling parameters are converted by field names: a field that exists in both types needs no code here.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SCALARS = (int, float, str, bytes)  # bool is an int
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and texts as they are, the rest as tuples; a message with a single field as that field."""
+    """Return numbers and text unchanged, other values as tuples, and a message with one field as that field."""
     if isinstance(value, SCALARS):
         return value
     if not isinstance(value, Protobuf):
@@ -40,11 +39,11 @@ def _plain(value: Any) -> Any:
     return fields[0] if len(fields) == 1 else fields
 
 
-# What Submit and Request have under one name and type.
+# Fields that Submit and Request share, with equal names and types.
 REQUEST_FIELDS = {field.name for field in pb.Submit.DESCRIPTOR.fields} & {field.name for field in fields(Request)} - {
     "request_id", "prompt_token_ids", "output_token_ids",
 }  # fmt: skip
-# What a sampling field means that is not set. Zero cannot be meant by these two: their defaults apply, which are off.
+# Values of sampling fields that are not set. These two are never 0 on purpose: unset, their defaults (off) apply.
 UNSET: dict[str, Any] = {
     field.name: None if field.has_presence else _plain(field.default_value)
     for field in pb.SamplingParams.DESCRIPTOR.fields
@@ -53,7 +52,7 @@ UNSET: dict[str, Any] = {
 
 
 def request_of(submit: pb.Submit, now: float) -> Request:
-    """What a router asks for. Raises InvalidRequestError for bad sampling parameters."""
+    """Convert a router's request. Raises InvalidRequestError for bad sampling parameters."""
     return Request(
         RequestId(submit.request_id),
         unpack_ids(submit.prompt_token_ids),
@@ -66,12 +65,12 @@ def request_of(submit: pb.Submit, now: float) -> Request:
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Convert by the names of the fields. Raises InvalidRequestError."""
+    """Convert by field names. Raises InvalidRequestError."""
     return SamplingParams(**UNSET | {field.name: _plain(value) for field, value in message.ListFields()})
 
 
 def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
-    """`request_id`: the router's."""
+    """Convert a delta. request_id: the router's."""
     message = pb.TokenDelta(
         request_id=request_id, token_ids=delta.token_ids, finish_reason=FINISH_REASONS[delta.finish_reason]
     )
@@ -91,7 +90,7 @@ def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
 
 
 def failure_of(error: MiniInferError, request_id: str) -> pb.Failure:
-    """Describe an exception. A status that protobuf's Failure does not have is internal."""
+    """Convert an exception. A status that FailureCode does not have becomes INTERNAL."""
     code = FAILURE_CODES.get(mapping_for(error).grpc_status, pb.FAILURE_CODE_INTERNAL)
     failure = pb.Failure(request_id=request_id, code=code, message=public_message(error))
     if isinstance(error, InvalidRequestError):

@@ -1,6 +1,6 @@
-"""Life of a worker process: bind, start the engine, serve, drain on SIGTERM, end.
+"""Life cycle of a worker process: bind, start the engine, serve, drain on SIGTERM, end.
 
-`run_worker` is all that `python -m prefill_service` and `python -m decode_service` do.
+`python -m prefill_service` and `python -m decode_service` only call `run_worker`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from worker.messages import Start
 
 WATCH_INTERVAL_SECONDS = 0.25
 DRAIN_INTERVAL_SECONDS = 0.05
-STOP_SECONDS = 0.2  # for replies in flight. A peer's channel that has no call open holds a stop up until it is over
+STOP_SECONDS = 0.2  # for replies in flight; a peer's idle channel delays the stop by all of it
 
 
 def parse_settings(role: str) -> Start:
@@ -67,7 +67,7 @@ def run_worker(role: str) -> int:
 
 
 def _run_directory(given: str) -> contextlib.AbstractContextManager[str]:
-    """The directory that is shared with other workers, or a private one, which goes with this worker."""
+    """Open the directory shared with other workers, or a private one, which is removed when this worker ends."""
     if given:
         return contextlib.nullcontext(given)
     return tempfile.TemporaryDirectory(prefix="mini-infer-", ignore_cleanup_errors=True)
@@ -111,7 +111,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
 
 
 async def _start_engine(message: Start, stopping: asyncio.Event) -> EngineClient | None:
-    """The engine with its model loaded; None when `stopping` came first. Raises ConfigError."""
+    """Start the engine and load its model; None if `stopping` is set first. Raises ConfigError."""
     start = asyncio.create_task(EngineClient.start(message))
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -131,7 +131,7 @@ async def _watch(
     stopping: asyncio.Event,
     logger: logging.Logger,
 ) -> int:
-    """Serve until the worker is drained or its engine is gone or hangs for good; returns the exit status."""
+    """Serve until the worker is drained or its engine is gone or hangs for good; return the exit status."""
     running = asyncio.create_task(front.run())
     serving, next_trim = True, 0.0
     while True:
@@ -140,7 +140,7 @@ async def _watch(
         now = time.monotonic()
         if running.done():
             await server.set_serving(False)
-            # UnavailableError, by contract; streams are closed already
+            # `run` always ends with UnavailableError, after it has closed the streams
             logger.error("this worker ends: %s", running.exception())
             return 1
         if stopping.is_set() and front.drain is not None:

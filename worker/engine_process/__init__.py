@@ -1,1 +1,1 @@
-"""The engine process of a worker: its start and its loop."""
+"""The engine process of a worker: start and main loop."""

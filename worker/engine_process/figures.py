@@ -1,4 +1,4 @@
-"""What reports say apart from output: where a request's time went; the engine's load, last step and totals."""
+"""Figures of reports: how a request spent its time; the engine's load, last step and totals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from worker.messages import Pull, StepReport
 
 @dataclass(slots=True)
 class OpenRequest:
-    """An open request: its times, which are monotonic, its deadline and its KV pull."""
+    """An open request, with its times, all by time.monotonic, its deadline and its KV pull."""
 
     request: Request
     arrived: float
     deadline: float  # inf: none
-    started: float = 0.0  # its first step or its pull; 0: it still waits
+    started: float = 0.0  # time of its first step or KV pull; 0: still waiting
     reported: bool = False
-    part_digests: list[list[int]] = field(default_factory=list)  # of each rank, of blocks leased while it computes
+    part_digests: list[list[int]] = field(default_factory=list)  # by rank, for blocks leased while it computes
     times: pb.RequestTimes = field(default_factory=pb.RequestTimes)
 
     def start_pull(self, num_tokens: int, now: float) -> None:
@@ -35,7 +35,7 @@ class OpenRequest:
             self.times.num_pulled_tokens = 0
 
     def take_times(self, now: float) -> pb.RequestTimes | None:
-        """Return how the time to the first delta was spent; None after that."""
+        """Return how the time until the first delta was spent; None after the first call."""
         if self.reported:
             return None
         self.reported, times = True, self.times
@@ -47,7 +47,7 @@ class OpenRequest:
 
 
 def add_figures(report: StepReport, engine: Engine, num_leases: int, step: StepStats) -> None:
-    """Fill in the engine's figures. step: the one that has ended since the last report."""
+    """Fill in the engine's figures. step: statistics of the step that ended since the last report."""
     load, stats = engine.load(), engine.kv.stats
     report.load = engine_load(engine, load, step, num_leases).SerializeToString()
     report.preemptions = load.num_preemptions
@@ -56,7 +56,7 @@ def add_figures(report: StepReport, engine: Engine, num_leases: int, step: StepS
 
 
 def engine_load(engine: Engine, load: SchedulerLoad, step: StepStats, num_leases: int) -> pb.LoadReport:
-    """The engine's part of what routers are told of the load."""
+    """Return the engine's part of the load report for routers."""
     pool = engine.kv.pool
     return pb.LoadReport(
         num_running=load.num_running,

@@ -1,4 +1,4 @@
-"""`python -m worker.engine_process.main`: settings, model, READY, then the loop until the end."""
+"""`python -m worker.engine_process.main`: receives settings, loads the model, sends Ready, runs the main loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("engine")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the process; the front passes the descriptor of its socket."""
+    """Run the process; the front passes the descriptor of its socket."""
     parser = argparse.ArgumentParser(prog="worker.engine_process.main")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--heartbeat-fd", type=int)
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     beat = call_wing("worker.hangs.heartbeat:beat_for", args.heartbeat_fd) or (lambda: None)
     try:
         [start] = link.receive(60.0)
-        assert isinstance(start, Start)  # the front sends it first, and waits
+        assert isinstance(start, Start)  # always the front's first message
         setup_logging("engine", start.worker.log_level, start.worker.log_format)
         process = _start(link, start, beat)
         process.run()
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     except DeviceLostError as error:
         logger.exception("the engine cannot go on")
         link.send(Failed(str(error)))
-        os._exit(1)  # an orderly end would wait for what is lost
+        os._exit(1)  # an orderly end would wait for the lost device
     return 0
 
 
@@ -73,18 +73,18 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     if config.num_ranks > 1:
         parts.runner.watch_ranks(_end_process)
     gc.collect()
-    gc.freeze()  # what was loaded stays: walking it takes 90 ms of a step now and then
+    gc.freeze()  # loaded objects stay alive; collections that visit them take 90 ms of a step
     engine = parts.engine
     puller = KvPuller(memory.clients, memory.leases, link.wake)
     handles = HandleWriter(worker.worker_id, memory.serve(start.kv_address), worker.kv_lease_seconds)
     leases = memory.open_leases(engine.kv.give_back, handles)
     kind_of_leases = call_wing("worker.progressive_pulls.part_leases:kind_of_leases", worker) or PromptLeases
     prompt_leases = kind_of_leases(engine.kv, leases)
-    # On a CPU steps in flight have ended when the loop gives blocks away, but for those of a pipeline: they end then.
+    # On a CPU, steps have ended when the loop gives blocks to loads; a pipeline's steps end in this fence.
     fence = parts.runner.start_queued if config.pp > 1 and not memory.needs_staging else memory.fence
     kind_of_loads = from_wing("worker.progressive_pulls.progressive_loads:ProgressiveLoads") or KvLoads
     loads = kind_of_loads(engine, puller, fence, can_read=not config.stage_address)
-    readable = () if config.stage_address else memory.clients[0].transports  # all layers, or none
+    readable = () if config.stage_address else memory.clients[0].transports  # a handle must cover all layers
     info = _engine_info(parts, memory, readable)
     sockets = [rank.socket_path for rank in memory.ranks]
     link.send(Ready(info.SerializeToString(), sockets, memory.needs_staging, memory.descriptions))
@@ -93,13 +93,13 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
 
 
 def _end_process(reason: str) -> None:
-    """From any thread: the engine's own may wait on a GPU for a rank that is gone."""
+    """End the process from any thread: the engine's thread may wait on a GPU for a rank that is gone."""
     logger.error("the engine cannot go on: %s", reason)
     os._exit(1)
 
 
 def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: Sequence[str]) -> pb.WorkerInfo:
-    """The engine's part of what routers are told of the worker."""
+    """Return the engine's part of the worker's description for routers."""
     geometry = parts.geometry
     return pb.WorkerInfo(
         epoch=memory.epoch,

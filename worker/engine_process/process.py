@@ -1,7 +1,7 @@
-"""The process that computes: one engine, its KV pool and leases, in a loop that reads `receive -> step -> report`.
+"""The engine process: one engine with its KV pool and leases, in a loop `receive -> step -> report`.
 
-Started by the front with one end of a socket pair. It exits when the front is gone, so no memory outlives a worker.
-It knows neither gRPC nor who asked; KV of peers arrives through `KvPuller`, in threads, between steps.
+The front starts it with one end of a socket pair. It exits when the front is gone, so no memory outlives a worker.
+It knows neither gRPC nor routers. Threads of `KvPuller` pull the KV of peers; it becomes usable between steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from worker.protobuf import failure_of, request_of
 
 logger = logging.getLogger("engine")
 logger.addFilter(RateLimit())
-IDLE_WAIT_SECONDS = 0.5  # also the interval of reports without news
-LEASE_WAIT_SECONDS = 0.1  # nothing to compute, but leases may expire
-BLOCKED_WAIT_SECONDS = 0.002  # work is there but blocks are not: leases and loads will free some
+IDLE_WAIT_SECONDS = 0.5  # also the interval between reports without news
+LEASE_WAIT_SECONDS = 0.1  # there is nothing to compute, but leases may expire
+BLOCKED_WAIT_SECONDS = 0.002  # there is work but no blocks: leases and loads will free some
 
 
 class EngineProcess:
-    """Applies the front's messages to the engine and reports every turn of the loop in one message."""
+    """Applies the front's messages to the engine, and reports each iteration of the loop in one message."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class EngineProcess:
         beat: Callable[[], None],
         adjust_cores: Callable[[bool], None] | None = None,
     ) -> None:
-        """beat: says that the loop makes progress.
+        """beat: called to show that the loop makes progress.
 
-        adjust_cores: called before each step, with whether there is work.
+        adjust_cores: called before each step with whether there is work.
         """
         self._link = link
         self._engine = engine
@@ -60,7 +60,7 @@ class EngineProcess:
         self._beat = beat
         self._adjust_cores = adjust_cores
         self._open: dict[RequestId, OpenRequest] = {}
-        self._report = StepReport()  # of this turn
+        self._report = StepReport()  # of this iteration
         self._stopping = False
         self._idle_since: float | None = None
         self._checked = True
@@ -70,7 +70,7 @@ class EngineProcess:
     # -- loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until Stop arrives or the front is gone."""
+        """Run until Stop arrives. Raises ConnectionError when the front is gone."""
         wait = 0.0
         while not self._stopping:
             for message in self._link.receive(wait):
@@ -82,7 +82,7 @@ class EngineProcess:
         self._loads.close()
 
     def _step(self) -> StepStats | None:
-        """Step the engine: before it what peers have sent becomes usable."""
+        """Run one engine step, after making KV that has arrived from peers usable."""
         now = time.monotonic()
         self._loads.finish(self._open, self._report, now)
         self._expire(now)
@@ -114,7 +114,7 @@ class EngineProcess:
         now = time.monotonic()
         self._idle_since = self._idle_since or now
         if not self._checked and now - self._idle_since >= IDLE_WAIT_SECONDS:
-            # A bug found here is found early. It takes 20 ms with 100,000 blocks, so not between two requests.
+            # Finds bugs early. It takes 20 ms with 100,000 blocks, so it runs only in longer idle times.
             self._pool.check_integrity()
             self._checked = True
         return IDLE_WAIT_SECONDS
@@ -149,7 +149,7 @@ class EngineProcess:
 
     def _submit(self, submit: pb.Submit) -> None:
         request_id, now = RequestId(submit.request_id), time.monotonic()
-        num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # the last is computed here
+        num_tokens = num_ids(submit.prompt_token_ids) + len(submit.output_token_ids) - 1  # computes the last itself
         handle = submit.kv_handle if submit.HasField("kv_handle") else None
         lease = self._loads.accept(handle, num_tokens, request_id)
         try:
@@ -210,7 +210,7 @@ class EngineProcess:
         self._report.deltas.append(delta)
 
     def _send_report(self, stats: StepStats | None) -> None:
-        """Send the turn's report: when a step has ended or there is news, and otherwise every IDLE_WAIT_SECONDS."""
+        """Send the report if a step has ended or there is news, and otherwise every IDLE_WAIT_SECONDS."""
         report, now = self._report, time.monotonic()
         report.stored, report.removed = self._pool.take_events()
         if not (stats or report.has_news) and now < self._next_report_time:
@@ -222,7 +222,7 @@ class EngineProcess:
 
 
 def _error_of(message: str) -> MiniInferError:
-    """A row's error: the client's where its grammar goes beyond a limit, or nowhere."""
+    """Convert a row's error message; one about the client's grammar becomes an InvalidRequestError."""
     if message.startswith(GRAMMAR_REFUSED):
         return InvalidRequestError(message, "structured_outputs")
     return EngineError(message)

@@ -1,1 +1,1 @@
-"""The front of a worker: gRPC to routers and peers, and the engine process at its other side."""
+"""The front of a worker: it connects routers and peers, by gRPC, with the engine process."""

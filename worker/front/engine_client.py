@@ -1,4 +1,4 @@
-"""Starts the engine process and exchanges messages with it. Knows nothing of requests or routers."""
+"""Starts the engine process and exchanges messages with it. Knows neither requests nor routers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
-# Threads of a GEMM spin this long for each other before they sleep: about 50 us, more than the time between two GEMMs
-# of a step. libgomp's default, 300,000, is longer than a time slice, see docs/decisions/cpu-execution.md.
+# How long threads of a GEMM spin before they sleep: about 50 us, more than the time between two GEMMs of a step.
+# libgomp's default, 300,000, is longer than a time slice, see docs/decisions/cpu-execution.md.
 SPIN_COUNT = {"GOMP_SPINCOUNT": "2000"}
 
 
 @dataclass(eq=False)
 class EngineClient:
-    """One child process with an engine. `start`, then `reports` until it ends."""
+    """A child process with an engine. Call `start`, then read `reports` until it ends."""
 
     ready: Ready
-    watch: EngineWatch | None  # for hangs, where that wing is there
+    watch: EngineWatch | None  # detects hangs, if that wing is installed
     _process: asyncio.subprocess.Process
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
 
     @classmethod
     async def start(cls, start: Start) -> EngineClient:
-        """Start the child and wait until its model is loaded. Raises ConfigError with its reason when it can't."""
+        """Start the child and wait until its model is loaded. Raises ConfigError with the reason if that fails."""
         watch: EngineWatch | None = call_wing("worker.hangs.engine_watch:EngineWatch", start.worker)
         ours, theirs = socket.socketpair()
         with theirs, nullcontext() if watch is None else watch.memory:
@@ -62,7 +62,7 @@ class EngineClient:
         writer.write(pack(start))
         try:
             first = await _first_message(reader, process, watch)
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: do not leak the socket
             writer.close()
             raise
         return cls(first, watch, process, reader, writer)
@@ -88,7 +88,7 @@ class EngineClient:
             self._writer.write(pack(message))
 
     async def stop(self) -> None:
-        """Ask it to end, then make it end."""
+        """Ask the process to end, and kill it if it does not."""
         if self._process.returncode is None:
             self.send(Stop())
         try:
@@ -103,7 +103,7 @@ class EngineClient:
 async def _first_message(
     reader: asyncio.StreamReader, process: asyncio.subprocess.Process, watch: EngineWatch | None
 ) -> Ready:
-    """Wait for an engine that loads; it is ended unless it gets ready. Raises ConfigError with the reason."""
+    """Wait until the engine is loaded, and end its process if that fails. Raises ConfigError with the reason."""
     reading = read_message(reader)
     try:
         first = await (reading if watch is None else watch.unless_idle(reading, process.pid))

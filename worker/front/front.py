@@ -1,7 +1,7 @@
-"""A worker's front: routers' Attach streams on one side, the engine process on the other. No torch, no scheduling.
+"""A worker's front, between routers' Attach streams and the engine process. No torch, no scheduling.
 
-Gives each request a name of its own (a router's id is only a label), turns one report of the engine process into
-one per router, mirrors leases for `KvTransfer`, and watches that process: when it dies, every stream ends.
+Gives each request a unique name (ids of different routers may be equal), splits each report of the engine process
+into one per router, mirrors leases for `KvTransfer`, and ends every stream when the engine process dies.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
-LOAD_INTERVAL_SECONDS = 0.1  # between reports to a router that has nothing in a step
+LOAD_INTERVAL_SECONDS = 0.1  # between reports to a router without requests in the steps
 
 
 class WorkerFront:
-    """State of one worker that routers can see."""
+    """The front of one worker, with the state that routers see."""
 
     def __init__(self, engine: EngineClient, info: pb.WorkerInfo) -> None:
         self.info = info
         self.listeners: list[Callable[[StepReport], None]] = []  # called with each report of the engine process
         self.drain: Drain | None = call_wing("worker.drains.drain:Drain")
-        self.out_of_service = ""  # the reason, while streams are refused
+        self.out_of_service = ""  # why streams are refused; empty: they are not
         self.leases = LeaseTable(Epoch(info.epoch))  # as of the last report
-        self.load = pb.LoadReport()  # of the engine, as it has reported
-        self._memory = pb.LoadReport()  # of both processes
+        self.load = pb.LoadReport()  # the engine's part, as of the last report
+        self._memory = pb.LoadReport()  # memory of both processes
         self._engine = engine
         self._events = EventLog()
         self._sessions: set[Session] = set()
@@ -76,11 +76,11 @@ class WorkerFront:
             raise UnavailableError(session.closed_reason)
 
     async def _read_commands(self, session: Session, commands: AsyncIterator[pb.Command]) -> None:
-        reason = ""  # the router has said goodbye
+        reason = ""  # the router has ended the stream
         try:
             async for command in commands:
                 self._carry_out(session, command)
-        except Exception as error:  # noqa: BLE001 - a bug; without an end the router would wait for what nobody reads
+        except Exception as error:  # noqa: BLE001 - a bug; unless the stream ends, the router waits for answers in vain
             logger.error("a router's command failed\n%s", traceback_text(error))
             reason = "a command could not be carried out"
         session.close(reason)
@@ -104,7 +104,7 @@ class WorkerFront:
                 self._engine.send(Command(command.SerializeToString()))
 
     def _tell(self, **command: Any) -> None:
-        """Send the engine process a command of the front's own."""
+        """Send the engine process a command that the front itself has made."""
         self._engine.send(Command(pb.Command(**command).SerializeToString()))
 
     def _submit(self, session: Session, command: pb.Command) -> None:
@@ -137,7 +137,7 @@ class WorkerFront:
         self.release(*session.unsent_handles())
 
     def release(self, *leases: pb.KvHandle | pb.Release) -> None:
-        """Free KV that nobody will read, for example because its router is gone."""
+        """Release leases that nobody will read, for example because the router is gone."""
         for lease in leases:
             self._tell(release=pb.Release(lease_id=lease.lease_id, epoch=lease.epoch))
 
@@ -149,17 +149,17 @@ class WorkerFront:
 
     @property
     def is_serving(self) -> bool:
-        """Whether new requests are welcome."""
+        """Whether the worker accepts new requests."""
         return not (self.is_draining or self.out_of_service)
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing keeps a draining worker from ending, and nothing is on its way here."""
+        """Whether a drain is over: nothing is open or on its way here, or its time is up, see `Drain`."""
         is_idle = not (self.num_open_requests or self.leases)
         return self.drain is not None and self.drain.is_over(self._sessions, is_idle, time.monotonic())
 
     def leave_service(self, reason: str) -> None:
-        """End every stream and accept no new one; routers move their requests elsewhere."""
+        """End every stream and accept no new one; routers move their requests to other workers."""
         self.out_of_service = reason
         for session in list(self._sessions):
             session.close(reason)
@@ -167,7 +167,7 @@ class WorkerFront:
     # -- the engine's side -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Apply what the engine process reports until it is gone. Raises UnavailableError then."""
+        """Apply the reports of the engine process until it is gone, and then raise UnavailableError."""
         try:
             async for report in self._engine.reports():
                 self._apply(report)
@@ -228,7 +228,7 @@ class WorkerFront:
                 session.close("the router does not keep up")
 
     def measure_memory(self) -> None:
-        """Look up what both processes take."""
+        """Measure the memory of both processes."""
         own, engine = resident(), resident(self._engine.pid)
         self._memory = pb.LoadReport(
             front_private_bytes=own.private_bytes, engine_private_bytes=engine.private_bytes,
@@ -236,7 +236,7 @@ class WorkerFront:
         )  # fmt: skip
 
     def heartbeat(self) -> None:
-        """Tell routers that this worker lives, also while a long step runs. Called a few times a second."""
+        """Show routers that this worker is alive, also during a long step. Called a few times a second."""
         if self.load.kv_blocks_total and not self.out_of_service:  # the engine has reported
             self._send(defaultdict(pb.StepReport), [], time.monotonic())
 

@@ -1,6 +1,6 @@
-"""The gRPC services of a worker: that of its role for routers, KvTransfer for peers.
+"""The gRPC services of a worker: Prefill or Decode for routers, KvTransfer for peers.
 
-Thin: everything happens in the front and its engine process.
+They only forward calls to the front and its engine process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from worker.messages import Renew, Stage
 
 
 class WorkerServicer(prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]
-    """Methods of both services, which have the same ones; those of absent wings are not implemented.
+    """Implements both services, Prefill and Decode, whose methods are the same; wings add further methods.
 
-    A worker of either role computes prompts and generates, as each Submit says.
+    A worker of either role can compute prompts and decode, as each Submit says.
     """
 
     def __init__(self, front: WorkerFront) -> None:
@@ -52,7 +52,7 @@ def register(role: str, server: RpcServer, servicer: WorkerServicer) -> None:
 def add_kv_service(
     server: RpcServer, engine: EngineClient, worker: WorkerConfig, front: WorkerFront
 ) -> KvTransferService:  # fmt: skip
-    """Serve the engine's leases, which the front keeps current.
+    """Serve the engine's leases, which the front mirrors.
 
     Raises ConfigError, UnavailableError, TransferError.
     """

@@ -1,4 +1,4 @@
-"""What each router is told: the reports that wait on its Attach stream, and the numbered events of cached blocks."""
+"""Sessions of routers, with the reports queued for their Attach streams; the numbered events of cached blocks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from engine.request import RequestId
 from kvstore.types import BlockKey
 from protos import types_pb2 as pb
 
-MAX_WAITING_REPORTS = 4096  # a router that is so far behind is gone or broken; its stream ends
+MAX_WAITING_REPORTS = 4096  # a router that lags this far is gone or broken; its stream ends
 
 
 @dataclass(eq=False)
 class Session:
-    """One router's stream: its open requests, and reports, which go out in order; None in the queue ends it."""
+    """One router's stream: its open requests, and its queue of reports, in which None ends the stream."""
 
     reports: asyncio.Queue[pb.StepReport | None] = field(default_factory=asyncio.Queue)
     names: dict[str, RequestId] = field(default_factory=dict)  # the router's request id -> the engine's
     last_report_time: float = 0.0
     closed_reason: str = ""
-    num_drain_changes: int = 0  # of which the router knows
+    num_drain_changes: int = 0  # the last that the router has acknowledged
 
     def send(self, report: pb.StepReport) -> bool:
-        """Queue a report; False when the router does not keep up."""
+        """Queue a report; return False if the router does not keep up."""
         if self.reports.qsize() >= MAX_WAITING_REPORTS:
             return False
         self.reports.put_nowait(report)
         return True
 
     def unsent_handles(self) -> list[pb.KvHandle]:
-        """Drain the queue and return the KV handles in it, which the router will not receive."""
+        """Empty the queue and return its KV handles, which the router will not receive."""
         handles: list[pb.KvHandle] = []
         while not self.reports.empty():
             report = self.reports.get_nowait()
@@ -50,19 +50,19 @@ def kv_handles(report: pb.StepReport) -> list[pb.KvHandle]:
 
 
 class EventLog:
-    """The keys that this worker can serve, for routers' indexes: fed with `BlockPool.take_events()`.
+    """The keys of this worker's cached blocks, for routers' indexes; updated with `BlockPool.take_events()`.
 
     Numbers are consecutive within one epoch, starting at 1. A snapshot has the number of the last event that it
-    contains, so the next event after it is that number + 1; a reader that sees a gap asks for a new snapshot. The log
-    keeps the current key set, not history: a new reader starts with a snapshot.
+    includes, so the next event is that number + 1; a reader that sees a gap asks for a new snapshot. The log keeps
+    the current set of keys, not its history: a new reader starts with a snapshot.
     """
 
     def __init__(self) -> None:
-        self.sequence = 0  # of the last event
+        self.sequence = 0  # number of the last event
         self._keys: dict[BlockKey, None] = {}  # oldest first
 
     def append(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> list[pb.KvEvent]:
-        """Apply one net change; up to two events, removed first."""
+        """Apply a net change; return its events, at most two, removed keys first."""
         for key in removed:
             self._keys.pop(key, None)
         self._keys.update(dict.fromkeys(stored))
@@ -70,7 +70,7 @@ class EventLog:
         return [self._numbered(kind, keys) for kind, keys in changes if keys]
 
     def snapshot(self) -> pb.KvEvent:
-        """The whole set as of the last event."""
+        """Return all keys as of the last event."""
         return pb.KvEvent(sequence=self.sequence, snapshot=pb.BlockKeys(keys=self._keys))
 
     def _numbered(self, kind: str, keys: Sequence[BlockKey]) -> pb.KvEvent:

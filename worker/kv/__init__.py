@@ -1,1 +1,1 @@
-"""KV of a worker on its way to and from peers: pools, leases, exports, loads."""
+"""Transfer of a worker's KV to and from peers: pools, leases, exports, loads."""

@@ -1,6 +1,6 @@
-"""Leases that an engine process grants on its blocks, those of prompts first of all.
+"""Leases that an engine process grants on its blocks, mostly on those of prompts.
 
-A lease holds the references on its blocks, wherever they lie; readers get the blocks' digests with it.
+A lease holds references on its blocks, in host or GPU memory; readers get the blocks' digests with it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ logger = logging.getLogger("engine")
 
 
 class KvLeases:
-    """The table of leases, and what happens to blocks when one is granted, read or ended.
+    """Grants and ends leases, and keeps their blocks while senders read them.
 
-    Called from the engine's loop only, except `hold` and `let_go`, which threads that send blocks share.
+    Called from the engine's loop only, except `hold` and `let_go`, which threads that send blocks call.
     """
 
     def __init__(
@@ -36,20 +36,20 @@ class KvLeases:
         release: Callable[[Sequence[BlockId]], None],
         handles: HandleWriter,
     ) -> None:
-        """release: takes the blocks of leases that have ended."""
+        """release: called with the blocks of each lease that has ended."""
         self._table = LeaseTable(epoch)
         self._ranks = ranks
         self._release_blocks = release
         self._handles = handles
-        self._lock = threading.Lock()  # held while it is decided whether a lease's blocks are kept for a sender
-        self._held: list[LeaseId] = []  # once for each sender
-        self._held_ended: list[Lease] = []  # their blocks are still being sent
+        self._lock = threading.Lock()  # guards `_held`, so that a lease cannot end while a sender takes it
+        self._held: list[LeaseId] = []  # one entry per sender
+        self._held_ended: list[Lease] = []  # ended leases whose blocks are still being sent
 
     def __len__(self) -> int:
         return len(self._table) + len(self._held_ended)
 
     def hold(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int]) -> list[BlockId]:
-        """Blocks of a lease at `positions`, which stay its own until `let_go`. Raises TransferError."""
+        """Return a lease's blocks at `positions`, which stay allocated until `let_go`. Raises TransferError."""
         with self._lock:
             block_ids = self._table.resolve(lease_id, epoch, positions, time.monotonic())
             self._held.append(lease_id)
@@ -60,15 +60,15 @@ class KvLeases:
             self._held.remove(lease_id)
 
     def digests(self, block_ids: Sequence[BlockId]) -> list[list[int]]:
-        """Digests of complete blocks, for each rank's pool."""
+        """Compute the digests of complete blocks in each rank's pool."""
         return [rank.digests(block_ids) for rank in self._ranks]
 
     def grant(
         self, block_ids: Sequence[BlockId], digests: Sequence[Sequence[int]], num_tokens: int, now: float
     ) -> tuple[Lease, pb.KvHandle]:
-        """Lease blocks that hold the KV of `num_tokens`; their references are the lease's from now on.
+        """Lease blocks with the KV of `num_tokens`; the lease takes over the caller's references.
 
-        Also returns the handle for the reader.
+        Returns the lease and the handle for the reader.
         """
         lease = self._table.grant(block_ids, now, self._handles.lease_seconds)
         return lease, self._handles.write(lease, num_tokens, digests)
@@ -77,14 +77,14 @@ class KvLeases:
         self._table.renew(lease_id, epoch, now, lease_seconds)
 
     def release(self, lease_id: LeaseId, epoch: Epoch) -> bool:
-        """End a lease. False: there is none, for example because it was released before."""
+        """End a lease. Returns False if there is none, for example because it was released before."""
         lease = self._table.release(lease_id, epoch)
         if lease is not None:
             self._end(lease)
         return lease is not None
 
     def expire(self, now: float) -> list[LeaseId]:
-        """End the leases whose deadline has come."""
+        """End the leases whose deadline has passed; return their ids."""
         ended, self._held_ended = self._held_ended, []
         for lease in ended:
             self._end(lease)
@@ -97,16 +97,16 @@ class KvLeases:
         return [lease.lease_id for lease in expired]
 
     def stage(self, lease_id: LeaseId, first: int) -> list[BlockId] | None:
-        """Rows of the shared memory with the lease's blocks from `first` on, here the blocks; None: no such lease."""
+        """Return the host rows with the lease's blocks from `first` on, here the blocks; None: no such lease."""
         lease = self._table.get(lease_id)
         return None if lease is None else list(lease.block_ids[first:])
 
     def give_up(self, lease: Lease) -> None:
-        """Give up the blocks of a lease that has ended and that nobody sends."""
+        """Release the blocks of an ended lease, which no sender reads any more."""
         self._release_blocks(lease.block_ids)
 
     def _end(self, lease: Lease) -> None:
-        """Give up a lease that the table has no more, or keep its blocks until nobody sends them."""
+        """Give up a lease that was removed from the table, or keep its blocks while they are being sent."""
         with self._lock:
             is_held = lease.lease_id in self._held
         if is_held:
@@ -126,18 +126,18 @@ class PromptLeases:
     def lease_parts(
         self, chunks: Iterable[PromptChunk], requests: Mapping[RequestId, OpenRequest], now: float
     ) -> Iterable[tuple[Lease, pb.KvOffer]]:
-        """Lease what a step's chunks have added to prompts: nothing, before all of a prompt is computed."""
+        """Lease the blocks that a step's prompt chunks have filled: here none before the whole prompt is computed."""
         return ()
 
     def lease_prompt(self, entry: OpenRequest, now: float) -> tuple[Lease, pb.KvHandle]:
-        """Lease the blocks of a request that ended with PREFILLED: the KV of all its tokens but the last.
+        """Lease the blocks of a request that ended with PREFILLED: the KV of all its tokens except the last.
 
-        A step in flight may be computing that one into one block more.
+        A step in flight may be writing the last token's KV, possibly to one block more, which is not leased.
         """
         num_tokens = entry.request.num_known_tokens - 1
         block_ids = self._kv.detach(entry.request, num_tokens)
         return self._leases.grant(block_ids, self._digests(entry, block_ids), num_tokens, now)
 
     def _digests(self, entry: OpenRequest, block_ids: list[BlockId]) -> list[list[int]]:
-        """Digests of the blocks of a prompt, by rank."""
+        """Return the digests of a prompt's blocks, by rank."""
         return self._leases.digests(block_ids)

@@ -1,8 +1,8 @@
-"""KV loads: a peer's leases are kept alive, read into blocks that the engine reserved, and released.
+"""KV loads: keep a peer's leases alive, read them into blocks that the engine has reserved, and release them.
 
-`KvLoads` is called by the engine process's loop between steps; blocks belong to a load until its result is taken.
-`KvPuller` copies, in threads. A lease is renewed from the moment its handle arrives until it is read or let go, and
-released after. What fails is only reported: the scheduler then computes what is missing.
+The engine process's loop calls `KvLoads` between steps; blocks belong to a load until its result is taken. `KvPuller`
+copies in threads. A lease is renewed from the arrival of its handle until it is read or abandoned, and then released.
+Failures are only reported: the scheduler then computes the missing KV.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from worker.engine_process.figures import OpenRequest
 from worker.messages import Pull, StepReport
 
 logger = logging.getLogger("engine")
-NUM_THREADS = 2  # one copies while another waits for a peer
-PREFETCH_SECONDS = 5.0  # a request may wait for the end of a prefetch, and then needs a load
+NUM_THREADS = 2  # one can copy while the other waits for a peer
+PREFETCH_SECONDS = 5.0  # short: a request may wait for a prefetch, and needs a load afterwards
 RENEW_INTERVAL_SECONDS = 1.0
 
 
 class KvPuller:
-    """Puller threads of one engine."""
+    """The puller threads of one engine."""
 
     def __init__(self, clients: Sequence[KvClient], leases: LeaseClient, on_result: Callable[[], None]) -> None:
-        """clients: one into the pool of each rank. `on_result` is called from a thread when a result is there."""
+        """clients: one for the pool of each rank. on_result: called from a thread when there is a result."""
         self._clients = clients
         self._leases = leases
         self._on_result = on_result
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-pull")
-        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-prefetch")  # loads do not queue behind it
+        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-prefetch")  # so that loads never wait for it
         self._results: deque[tuple[KvLoad, Pull]] = deque()
-        self._kept_alive: dict[LeaseId, PeerLease] = {}  # their loads have not ended
+        self._kept_alive: dict[LeaseId, PeerLease] = {}  # renewed until their loads end
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.num_open = 0  # loads whose results have not been taken
@@ -53,27 +53,27 @@ class KvPuller:
     # -- called by the step loop -----------------------------------------------------------------------------
 
     def keep_alive(self, lease: PeerLease) -> None:
-        """Renew the lease until `load` has read it or `abandon` lets it go."""
+        """Renew the lease until `load` has read it or `abandon` releases it."""
         with self._lock:
             self._kept_alive[lease.lease_id] = lease
 
     def load(self, load: KvLoad) -> None:
-        """Fill the load's blocks from the lease that is its source, then release it."""
+        """Fill the load's blocks from the lease that is its source, then release the lease."""
         self.num_open += 1
         (self._executor if load.owner else self._prefetcher).submit(self._load, load)
 
     def abandon(self, lease: PeerLease) -> None:
-        """Release a lease that nobody here needs any more."""
+        """Release a lease that this worker does not need any more."""
         self._executor.submit(self._let_go, lease.lease_id)
 
     def take_results(self) -> list[tuple[KvLoad, Pull]]:
-        """Loads that have ended. The `Pull` of a prefetch names no request."""
+        """Return the loads that have ended. The `Pull` of a prefetch names no request."""
         taken = [self._results.popleft() for _ in range(len(self._results))]
         self.num_open -= len(taken)
         return taken
 
     def close(self) -> None:
-        """Let loads under way end, and all leases go: their owners would keep them until they expire."""
+        """Wait for loads that have begun, and release all leases, which would otherwise last until they expire."""
         self._closed.set()
         for executor in (self._executor, self._prefetcher):
             executor.shutdown(wait=True, cancel_futures=True)
@@ -90,10 +90,10 @@ class KvPuller:
         lease_id = load.source.lease_id
         self._results.append((load, self._pull(load, lease_id)))
         self._on_result()
-        self._let_go(lease_id)  # else it would be renewed forever
+        self._let_go(lease_id)  # otherwise it would be renewed forever
 
     def _pull(self, load: KvLoad, lease_id: LeaseId) -> Pull:
-        """Pull from all ranks; whatever happens, there is a result: somebody waits for it."""
+        """Pull from all ranks. Always returns a result, because the engine waits for one."""
         request_id = load.owner.request_id if load.owner else RequestId("")
         seconds = DEFAULT_DEADLINE_SECONDS if load.owner else PREFETCH_SECONDS
         began = time.monotonic()
@@ -139,12 +139,12 @@ class KvPuller:
 
 
 class KvLoads:
-    """Link between the engine, which reserves blocks for loads, and the puller, which fills them."""
+    """Connects the engine, which reserves blocks for loads, with the puller, which fills them."""
 
     def __init__(self, engine: Engine, puller: KvPuller, fence: Callable[[], None], can_read: bool = True) -> None:
-        """fence: marks that blocks are about to be given to loads, after the steps launched so far.
+        """fence: called before blocks are given to loads that must wait for the steps launched so far.
 
-        can_read: whether all of the pool is in reach; else no handle is accepted.
+        can_read: whether loads can fill the whole pool; otherwise no handle is accepted.
         """
         self._can_read = can_read
         self._engine = engine
@@ -157,7 +157,7 @@ class KvLoads:
         return self._puller.num_open
 
     def accept(self, handle: pb.KvHandle | None, num_tokens: int, request_id: RequestId) -> PeerLease | None:
-        """Keep the handle's lease alive. None unless it is on the KV of exactly `num_tokens`: compute that here."""
+        """Keep the handle's lease alive and return it; None, to compute here, unless it covers just `num_tokens`."""
         lease = None if handle is None else self._open(handle, request_id)
         if lease is None:
             return None
@@ -169,24 +169,21 @@ class KvLoads:
         return lease
 
     def abandon(self, source: object | None) -> None:
-        """Release the lease, if there is one, that a request does not need any more."""
+        """Release the lease, if any, that a request does not need any more."""
         if source is not None:
             assert isinstance(source, PeerLease)
             self._puller.abandon(source)
 
     def close(self) -> None:
-        """Let all leases go: this process ends."""
+        """Release all leases, because this process ends."""
         self._puller.close()
 
     def prefetch(self, offer: pb.KvOffer) -> None:
-        """Take up a part of a prompt that the peer is still computing: here it is let go.
-
-        Without keys nobody will ask for it.
-        """
+        """Handle a peer's offer of part of a prompt that it is still computing: here, release its lease unread."""
         self.abandon(self._open(offer.kv_handle))
 
     def start(self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], now: float) -> None:
-        """Pull what a step has reserved blocks for, which no step in flight uses."""
+        """Pull into blocks that a step has reserved and that no step in flight uses."""
         for load in loads:
             entry = None if load.owner is None else requests.get(load.owner.request_id)
             if not load.positions:
@@ -197,19 +194,19 @@ class KvLoads:
             self._puller.load(load)
 
     def _skip(self, load: KvLoad, entry: OpenRequest | None) -> None:
-        """Let the source of a load go that nothing is to be pulled from. entry: of the request, if that is open."""
+        """Release the source of a load without blocks to pull. entry: of its request, if that is open."""
         self.abandon(load.source)
 
     def start_after_steps(
         self, loads: Sequence[KvLoad], requests: Mapping[RequestId, OpenRequest], now: float
     ) -> None:
-        """Pull into blocks that the steps launched so far may use, when these have ended."""
+        """Pull into blocks that steps launched so far may use, after these steps have ended."""
         if loads:
             self._fence()
         self.start(loads, requests, now)
 
     def finish(self, requests: Mapping[RequestId, OpenRequest], report: StepReport, now: float) -> None:
-        """Tell the engine of the loads that have ended, and report those that count."""
+        """Tell the engine which loads have ended, and report the pulls that count."""
         for load, pull in self._puller.take_results():
             self._engine.finish_load(load, pull.ok)
             self._report_end(load, pull, requests, report, now)
@@ -223,7 +220,7 @@ class KvLoads:
             if not pull.ok:
                 text = "KV pull failed, computing the prompt here: %s"
                 logger.warning(text, pull.error, extra=about(pull.request_id))
-        if entry is not None or pull.ok:  # else cancelled, and its lease may have ended meanwhile: no fault
+        if entry is not None or pull.ok:  # otherwise cancelled, and its lease may have ended: no error
             report.pulls.append(pull)
 
     def _open(self, handle: pb.KvHandle, request_id: str = "") -> PeerLease | None:

@@ -1,7 +1,7 @@
-"""The memory of a worker's KV that peers can reach, and how this worker reaches theirs.
+"""A worker's KV pool that peers can read, and the clients that read the pools of peers.
 
-On a CPU the pool is a memfd that the front and peers of the host map, read-only. On a GPU it is device memory: which
-peers may read it, and how, is known to `worker/gpu_hand_off`; without that it is of this process alone.
+On a CPU the pool is a memfd that the front and peers on the host map read-only. On a GPU it is device memory, which
+`worker/gpu_hand_off` makes readable for peers; without that wing, only this process uses it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ logger = logging.getLogger("engine")
 
 
 def load_transports(wanted: str) -> list[type[Transport]]:
-    """Import those that are here, the best first. Raises ConfigError when `wanted`, if it names one, is not."""
+    """Import the installed transports, best first. Raises ConfigError if `wanted` names one that is missing."""
     if wanted != AUTO:
         require_wing(TRANSPORTS[wanted].partition(":")[0], f"--kv-transport {wanted}")
     return [kind for path in TRANSPORTS.values() if (kind := from_wing(path))]
 
 
 class SharedPoolMemory(PoolMemory):
-    """One life of a worker's pool, named by its epoch."""
+    """The pools of all ranks of a worker, in one epoch."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Raise ConfigError for a transport that cannot be used here."""
+        """Raises ConfigError for a transport that cannot be used here."""
         self.epoch = new_epoch()
         self.agent_socket = config.agent_socket
         self.shares_device_pools = has_wing("worker.gpu_hand_off")
         self.ranks: list[LocalPool] = []  # this process's first
-        self.clients: list[KvClient] = []  # readers of peers' blocks, one into the pool of each rank
-        self.leases = LeaseClient(config.cluster_token)  # of peers
+        self.clients: list[KvClient] = []  # pull peers' blocks, one into each rank's pool
+        self.leases = LeaseClient(config.cluster_token)  # for leases of peers
         self._config = config
         named, kinds = config.kv_transport, load_transports(config.kv_transport)
         self._wanted = [k for k in kinds if named == k.name or (named == AUTO and k.offered != "named")]
@@ -58,11 +58,11 @@ class SharedPoolMemory(PoolMemory):
 
     @property
     def needs_staging(self) -> bool:
-        """Whether leases name blocks that peers do not find in host memory."""
+        """Whether leased blocks are in GPU memory, so that they must be copied to host memory for some peers."""
         return any(rank.needs_staging for rank in self.ranks)
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
-        """See PoolMemory. Raises ConfigError when the memory is not there."""
+        """See PoolMemory. Raises ConfigError if the machine does not have the memory."""
         check_block_bytes(geometry.block_bytes)
         if device.type == "cpu":
             return pool_over(self._add(LocalPool(*self._next(geometry))).mapping, geometry)
@@ -71,7 +71,7 @@ class SharedPoolMemory(PoolMemory):
             if self._config.kv_transport != AUTO:
                 require_wing("worker.gpu_hand_off", f"--kv-transport {self._config.kv_transport} on a GPU")
             logger.warning("KV in GPU memory is not handed over: this installation lacks worker.gpu_hand_off")
-            self.clients.append(KvClient(geometry, {}))  # which finds no transport: prompts are computed here
+            self.clients.append(KvClient(geometry, {}))  # without transports, so that prompts are computed here
             return allocate_pool(geometry, device)
         pool = allocate_on(device, *self._next(geometry), self._config, [kind.name for kind in self._wanted])
         self._add(pool)
@@ -88,7 +88,7 @@ class SharedPoolMemory(PoolMemory):
         self._add(adopt_on(device, *self._next(geometry), fd, self.ranks[0]))
 
     def _add(self, pool: LocalPool) -> LocalPool:
-        """Take the next rank's pool, and open its readers. Raises ConfigError when there is none."""
+        """Add the next rank's pool, and open its readers. Raises ConfigError if there is none."""
         self.ranks.append(pool)
         found = {kind.name: self._transports[kind.name].reader(pool, self.leases) for kind in self._wanted}
         readers: dict[str, Reader] = {name: reader for name, reader in found.items() if reader is not None}
@@ -99,19 +99,19 @@ class SharedPoolMemory(PoolMemory):
         return pool
 
     def _next(self, geometry: PoolGeometry) -> tuple[PoolInfo, str]:
-        """Describe the next rank's pool, and name its socket."""
+        """Return the description and the socket path of the next rank's pool."""
         worker_id, rank = self._config.worker_id, f".{len(self.ranks)}" if self.ranks else ""
         path = Path(self._config.run_dir) / f"{worker_id}.kv{rank}.sock"
         return PoolInfo(WorkerId(worker_id), self.epoch, geometry), str(path)
 
     @property
     def descriptions(self) -> dict[str, bytes]:
-        """What transports tell peers that have the cluster's token, by name."""
+        """Data of transports, by name, for peers that have the cluster's token."""
         described = {name: transport.describe() for name, transport in self._transports.items()}
         return {name: text for name, text in described.items() if text}
 
     def open_leases(self, release: Callable[[Sequence[BlockId]], None], handles: HandleWriter) -> KvLeases:
-        """The leases on blocks of these pools, see KvLeases; from now on transports may send them."""
+        """Create the leases on blocks of these pools, see KvLeases; from now on transports may send the blocks."""
         kind = from_wing("worker.gpu_hand_off.staged_leases:StagedLeases") if self.needs_staging else KvLeases
         leases: KvLeases = kind(self.epoch, self.ranks, release, handles)
         for transport in self._transports.values():
@@ -119,12 +119,12 @@ class SharedPoolMemory(PoolMemory):
         return leases
 
     def fence(self) -> None:
-        """Mark that blocks are about to be given to loads, after the steps launched so far. On a CPU these ended."""
+        """Order the next loads after the steps launched so far. On a CPU these have ended."""
         for rank in self.ranks:
             rank.fence(self.ranks[0])
 
     def serve(self, kv_address: str) -> list[HandleShard]:
-        """Let peers find all pools; return where. kv_address: of the front. Raises ConfigError without a socket."""
+        """Let peers read all pools; return their addresses. kv_address: the front's. Raises ConfigError."""
         shards = []
         for rank in self.ranks:
             rank.serve()
