@@ -1,9 +1,9 @@
-"""Core and wings as wings.toml lists them: who imports whom, how large they are, the core in a copy without wings.
+"""Core and wings as listed in wings.toml: their imports and sizes, and a copy of the core without wings.
 
-python -m tests.wings                 # the table of docs/architecture.md, "Size"
-python -m tests.wings --core-alone DIR  # copy the tree into DIR without the wings that can be removed;
-                                        # prints the tests there that need none of them
-python -m tests.wings --core-tests      # only print them
+python -m tests.wings                   # print the table of docs/architecture.md, "Size"
+python -m tests.wings --core-alone DIR  # copy the tree without the removable wings into DIR;
+                                        # print the tests there, which need none of these wings
+python -m tests.wings --core-tests      # only print these tests
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TABLE: dict[str, Any] = tomllib.loads((ROOT / "wings.toml").read_text(encoding="utf-8"))
 WINGS: dict[str, dict[str, Any]] = TABLE["wings"]
-# Which `engine` and `mini_infer` load when they are asked for.
+# Names that `engine` and `mini_infer` import lazily.
 OFFLINE_NAMES = {"LLM", "AsyncLLM", "Completion", "Embedding"}
 REGISTERED = re.compile(r"[a-z0-9_.]+:\w+")  # "module:Name"
-# Whose tests run in the copy: what they test is in Python alone, no page, image, manifest or real model.
+# Tests that can run in the copy: they need only Python, no page, image, manifest or real model.
 ALONE = ("cli/cluster", "common", "engine", "kvstore", "router", "worker", "cluster/test_end_to_end.py")
 
 
 @cache
 def files() -> dict[str, str]:
-    """Every file of the product, and the wing it belongs to; empty: the core."""
+    """Return the wing of every file of the product; empty: the core."""
     found = {}
     for folder in TABLE["core"]["folders"]:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -44,7 +44,7 @@ def files() -> dict[str, str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
-    """Imports, and texts by which a registry names modules; whether they run when the module is imported."""
+    """Yield imports and constants, which may name modules, and whether they run when the module is imported."""
     eager: set[ast.AST] = set()
     blocks: list[ast.stmt] = list(tree.body)
     while blocks:
@@ -71,7 +71,7 @@ def _modules(node: ast.AST) -> list[str]:
 
 @cache
 def imported(name: str) -> dict[str, bool]:
-    """Files of this repository that a file imports anywhere, also for types alone, and whether it does so eagerly."""
+    """Return the repository's files that a file imports, also for types only, and whether it does so eagerly."""
     found: dict[str, bool] = {}
     for node, is_eager in _statements(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
         for module in _modules(node):
@@ -84,7 +84,7 @@ def imported(name: str) -> dict[str, bool]:
 
 @cache
 def importers(eager: bool = False) -> dict[str, dict[str, set[str]]]:
-    """Wing -> wing or, for the core, empty -> files there that import it. eager: those that cannot do without."""
+    """Map wing -> importing wing (empty: the core) -> files. eager: only files that fail without the wing."""
     found: dict[str, dict[str, set[str]]] = {wing: {} for wing in WINGS}
     for name, owner in files().items():
         for other, is_eager in imported(name).items():
@@ -95,7 +95,7 @@ def importers(eager: bool = False) -> dict[str, dict[str, set[str]]]:
 
 
 def circles() -> list[list[str]]:
-    """Files of the product that import each other, directly or not, also for types alone: each set of them."""
+    """Return all sets of product files that import each other, directly or not, also for types only."""
     reached: dict[str, set[str]] = {}
     for name in files():
         left = [name]
@@ -109,14 +109,14 @@ def circles() -> list[list[str]]:
 
 
 def removable() -> list[str]:
-    """The wings that wings.toml calls removable."""
+    """Return the wings that wings.toml calls removable."""
     return [wing for wing, entry in WINGS.items() if entry.get("removable")]
 
 
 def needs(name: str, gone: Iterable[str]) -> bool:
-    """Whether a file of tests cannot do without a file that is gone.
+    """Whether a test file cannot run without the files that are gone.
 
-    It, or one that it imports, imports such a file, or it lies in the folder under tests/ of nothing but such files.
+    It imports one of them, directly or not, or all files in the folder that it tests are gone.
     """
     missing = set(gone)
     folder = Path(name).parent.relative_to("tests").as_posix()
@@ -137,7 +137,7 @@ def needs(name: str, gone: Iterable[str]) -> bool:
 
 
 def core_tests() -> list[str]:
-    """Files of tests that run without the removable wings."""
+    """Return the test files that run without the removable wings."""
     gone = [name for name, wing in files().items() if wing in removable()]
     chosen = [ROOT / "tests" / each for each in ALONE]
     found = [path for each in chosen for path in ([each] if each.is_file() else each.rglob("test_*.py"))]
@@ -146,7 +146,7 @@ def core_tests() -> list[str]:
 
 
 def copy_core(to: Path) -> None:
-    """Copy what git knows, and the gRPC stubs, without the removable wings and the tests that need them."""
+    """Copy git's files and the gRPC stubs, without the removable wings and the tests that need them."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     kept = set(core_tests())
@@ -157,8 +157,8 @@ def copy_core(to: Path) -> None:
         for source in [ROOT / name, *(ROOT / name).parent.glob(f"__pycache__/{Path(name).stem}.*.pyc")]:
             target = to / source.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target)  # with its time: what is compiled stays valid
-    # An editable installation of the project finds modules that a package here lacks, in the tree that was copied.
+            shutil.copy2(source, target)  # with its time, so that compiled files stay valid
+    # An editable installation of the project would find the missing modules in the original tree.
     (to / "sitecustomize.py").write_text(
         "import sys\n\nsys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each)]\n"
     )
@@ -169,7 +169,7 @@ def lines(names: Iterable[str]) -> int:
 
 
 def size_table() -> str:
-    """Lines and files of the core and of each wing, and how many files of the core name the wing, as Markdown."""
+    """Return a Markdown table of core and wings: lines, files, and the number of core files that name the wing."""
     named = importers()
     rows = ["| part | lines | files | files of the core that name it |", "|---|---|---|---|"]
     core = [name for name, owner in files().items() if not owner]

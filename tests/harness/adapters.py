@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, as PEFT writes them, and the model with one merged into its weights."""
+"""LoRA adapters with random weights, in PEFT's format, and how to merge one into a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 def shapes_of_config(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all weights that adapters of the model may change, but the embedding."""
+    """Return the shapes of all weights that adapters of the model may change, except the embedding."""
     return {
         f"{module.name}.weight": (module.num_outputs, layer.num_columns)
         for layer in layers_of(config).linears
@@ -38,7 +38,7 @@ def write_adapter(
 ) -> Path:
     """Write an adapter of the modules whose names end with one of `targets`.
 
-    shapes: of the model's weights, (out, in), by name. config: fields of adapter_config.json beside the usual ones.
+    shapes: (out, in) of the model's weights, by name. config: further fields of adapter_config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     raw = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": [*targets], **config}
@@ -63,7 +63,7 @@ def write_adapter(
 
 
 def deltas(folder: Path) -> dict[str, Tensor]:
-    """What the adapter adds to each weight, by the weight's name."""
+    """Return what the adapter adds to each weight, by the weight's name."""
     config, tensors = read_adapter_config(folder), load_file(folder / "adapter_model.safetensors")
     found = {}
     for name, a in tensors.items():
@@ -81,7 +81,7 @@ def deltas(folder: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge(model: torch.nn.Module, folder: Path) -> None:
-    """Add the adapter to the weights of a model of transformers, in place."""
+    """Add the adapter to the weights of a transformers model, in place."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, delta in deltas(folder).items():
         parameters[name].add_(delta)

@@ -1,4 +1,4 @@
-"""Clients that ask a cluster in a closed loop on a thread, as many at a time as a test wants, whatever happens."""
+"""A closed loop of clients on a thread. A test sets how many are active; they go on whatever happens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections import Counter
 
 import httpx
 
-STREAMED = 0.1  # share of answers
-PAUSE_SECONDS = 1.0  # of a client that was refused
+STREAMED = 0.1  # share of streamed answers
+PAUSE_SECONDS = 1.0  # pause of a client after a refusal
 
 
 class BackgroundLoad:
-    """Prompts of shared beginnings with unlike ends, in few letters, so that drafts are accepted.
+    """Sends prompts with shared prefixes and different ends, in few letters, so that drafts are accepted.
 
-    Plain sockets: with an HTTP library, the clients would be slower than the cluster.
+    Uses plain sockets: with an HTTP library, the clients would be slower than the cluster.
     """
 
     def __init__(self, url: str, num_clients: int) -> None:
-        self.level = 0  # how many of the clients may ask now
+        self.level = 0  # number of clients that are active now
         self.statuses: Counter[int | str] = Counter()
         self._address = httpx.URL(url)
         self._num_clients = num_clients
@@ -73,5 +73,5 @@ class BackgroundLoad:
                 finally:
                     writer.close()
             return int(answer.split(None, 2)[1])
-        except (OSError, TimeoutError, IndexError) as error:  # the last: closed without an answer
+        except (OSError, TimeoutError, IndexError) as error:  # IndexError: closed without an answer
             return type(error).__name__

@@ -1,4 +1,4 @@
-"""Clients of what tests start. None loads certificates, which takes 25 ms of each."""
+"""HTTP and OpenAI clients for tests. They load no certificates, which would take 25 ms for each client."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import partial
 import httpx
 import openai
 
-API_KEY = "none"  # that clients send, for routers that are given it
+API_KEY = "none"  # sent by all clients; tests may give it to a router
 get = partial(httpx.get, timeout=60.0, verify=False)
 post = partial(httpx.post, timeout=60.0, verify=False)
 
 
 class _Client(openai.DefaultHttpxClient):
     def __del__(self) -> None:
-        self.close()  # as that of openai; few tests close theirs
+        self.close()  # as openai's own client does; few tests close their client
 
 
 def openai_client(url: str) -> openai.OpenAI:

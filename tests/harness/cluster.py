@@ -1,6 +1,6 @@
 """A real cluster of processes for tests: router, prefill and decode workers, optionally the node agent.
 
-Every process is started in its own session and ended by its id, also when a test fails. Ports are picked free.
+Every process has its own session and is ended by its id, also when a test fails. Uses free ports.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 200.0
-SHORT_LEASES = ("--kv-lease-seconds=2",)  # for tests that kill who holds them, and wait until nothing is left
+SHORT_LEASES = ("--kv-lease-seconds=2",)  # for tests that kill readers and wait until their leases have expired
 
 
 def save_with_tokenizer(tiny: TinyModel | HfFamily, folder: Path) -> Path:
-    """Write the model with the bytes of dry-run as tokens and another end of sequence."""
+    """Write the model with dry-run's byte tokenizer, but another end of sequence."""
     tiny.save(folder)
     tokenizer = load_tokenizer(resolve_model("dry-run"))
     (folder / "tokenizer.json").write_text(tokenizer._backend.to_str())
@@ -59,9 +59,9 @@ class Service:
     """One process and where its output goes."""
 
     name: str
-    argv: list[str]  # of `python -m`
+    argv: list[str]  # arguments of `python -m`
     log_path: Path
-    program: Sequence[str] = ()  # started in front of `argv`, in place of a fork
+    program: Sequence[str] = ()  # if given, started with `argv` as arguments, instead of a fork
     _process: subprocess.Popen[bytes] | BaseProcess | None = None
 
     def start(self, env: Mapping[str, str]) -> None:
@@ -88,14 +88,14 @@ class Service:
         return self._process is not None and self._exit_code(0.0) is None
 
     def wait(self, seconds: float) -> int:
-        """The exit code. Raises TimeoutError."""
+        """Wait for the exit code. Raises TimeoutError."""
         code = self._exit_code(seconds)
         if code is None:
             raise TimeoutError(f"{self.name} has not ended:\n{self.log()[-1500:]}")
         return code
 
     def _exit_code(self, seconds: float) -> int | None:
-        """None: it has not ended by then."""
+        """Wait for the exit code; None if the process has not ended in time."""
         assert self._process is not None
         if isinstance(self._process, BaseProcess):
             self._process.join(seconds)
@@ -109,7 +109,7 @@ class Service:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL the process (not its children: a rank must notice by itself)."""
+        """SIGKILL the process, but not its children: ranks must notice it themselves."""
         self.signal(signal.SIGKILL)
         self.wait(60.0)
 
@@ -119,7 +119,7 @@ class Service:
 
 @dataclass
 class Cluster:
-    """`services` by name: router, agent, prefill-0, decode-0, ..."""
+    """A running cluster. services: by name, router, agent, prefill-0, decode-0, ..."""
 
     folder: Path
     url: str
@@ -132,7 +132,7 @@ class Cluster:
     def ask(
         self, prompt: str | Sequence[int], max_tokens: int = 16, *, model: str = "dry-run", **fields: Any
     ) -> openai.types.Completion:
-        """Greedy, and not ended by the model, unless `fields` of the body say otherwise."""
+        """Complete a prompt: greedily and ignoring the end of sequence, unless `fields` of the body say otherwise."""
         body = {"temperature": 0.0, "ignore_eos": True, **fields}
         with self.client() as client:
             return client.completions.create(
@@ -144,7 +144,7 @@ class Cluster:
         return self.ask(prompt, max_tokens, **fields).choices[0].text
 
     def answer(self, text: str, max_tokens: int = 16, **fields: Any) -> str:
-        """The answer to a message, as by `ask`."""
+        """Return the answer to a message, with the defaults of `ask`."""
         body = {"temperature": 0.0, "ignore_eos": True, **fields}
         with self.client() as client:
             answer = client.chat.completions.create(
@@ -153,7 +153,7 @@ class Cluster:
         return answer.choices[0].message.content or ""
 
     def complete_all(self, prompts: Sequence[str], max_tokens: int = 16, **fields: Any) -> list[str]:
-        """All at once."""
+        """Complete all prompts concurrently."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return [*pool.map(lambda prompt: self.complete(prompt, max_tokens, **fields), prompts)]
 
@@ -161,12 +161,12 @@ class Cluster:
         return get(self.url + path, headers={"authorization": f"Bearer {API_KEY}"}).json()
 
     def legs_of(self, response_id: str) -> list[dict[str, Any]]:
-        """What `GET /explain` tells of the workers that a request of one choice was on."""
+        """Return the workers of a request with one choice, from `GET /explain`."""
         [choice] = self.get(f"/explain/{response_id}")["choices"]
         return choice["workers"]
 
     def num_migrations(self, response_ids: Iterable[str]) -> int:
-        """How often choices of these requests went on at another worker."""
+        """Return how often choices of these requests migrated to another worker."""
         explained = [self.get(f"/explain/{name}")["choices"] for name in response_ids]
         return sum(choice["migrations"] for choices in explained for choice in choices)
 
@@ -180,18 +180,18 @@ class Cluster:
         self.services[name].start(self.env)
 
     def start_killed(self) -> None:
-        """Start again what tests have killed, until all workers are ready, those that have drained, too."""
+        """Restart all services that have ended, also drained workers, and wait until all workers are ready."""
         killed = {name for name, service in self.services.items() if not service.is_alive()}
-        # Else the router may count those that it still believes in.
+        # Otherwise the router may still count the killed workers as ready.
         wait_until(lambda: not killed & self.ready_workers(), START_SECONDS, self._last_words)
         for name in killed:
             self.start_service(name)
         self.wait_ready(sum(name.startswith(("prefill-", "decode-")) for name in self.services))
 
     def kill_busiest_decode(self) -> str:
-        """SIGKILL the decode worker with the most running rows, since streams go where their prompts are cached.
+        """SIGKILL the decode worker with the most running rows: cached prompts may draw all streams to one worker.
 
-        Returns its name; empty without a decode worker.
+        Returns its name; empty if there is no decode worker.
         """
         workers = self.get("/v1/cluster")["workers"]
         running = {w["id"]: w["load"]["running"] for w in workers if w["role"] == "decode" and "load" in w}
@@ -201,7 +201,7 @@ class Cluster:
         return name
 
     def wait_ready(self, num_workers: int) -> None:
-        """Until the router is ready and knows `num_workers` usable workers."""
+        """Wait until the router is ready and knows `num_workers` usable workers."""
         wait_until(lambda: self._is_ready(num_workers), START_SECONDS, self._last_words)
 
     def _is_ready(self, num_workers: int) -> bool:
@@ -216,7 +216,7 @@ class Cluster:
         return "\n".join(f"--- {s.name}\n{s.log()[-1500:]}" for s in self.services.values())
 
     def wait_quiet(self) -> list[dict[str, Any]]:
-        """Until no worker has a request, a lease or a block in use; returns the state of those that are ready."""
+        """Wait until no worker has a request, a lease or a block in use; return the state of all ready workers."""
         workers: list[dict[str, Any]] = []
 
         def is_quiet() -> bool:
@@ -251,7 +251,7 @@ def _is_quiet(load: Mapping[str, int]) -> bool:
 
 
 def metric(url: str, series: str) -> float:
-    """The sum of the samples of a service whose name and labels match `series`, a regular expression."""
+    """Sum up a service's samples whose names and labels match the regular expression `series`."""
     text = get(f"{url}/metrics", headers={"authorization": f"Bearer {API_KEY}"}).text
     return sum(map(float, re.findall(rf"^{series} (\S+)$", text, re.MULTILINE)))
 
@@ -271,7 +271,7 @@ def running_cluster(
     """Start everything, wait until it is ready, and end everything.
 
     role_args: flags by role, or by the name of a service.
-    models: workers that serve another --model than that of `engine_args`, by name.
+    models: the --model of each worker that serves another one than `engine_args` say, by name.
     """
     with tempfile.TemporaryDirectory(prefix="mini-infer-test-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

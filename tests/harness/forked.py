@@ -1,8 +1,8 @@
-"""Service processes forked from one that has imported their modules, so that a start takes no seconds of imports.
+"""Service processes, forked from a process that has imported their modules, which saves seconds of imports.
 
-Each has an id, a session, signals and children of its own and runs the `main` of `python -m MODULE`. Who will start
-children forks them before it has threads: they wait for the command, environment and descriptors that Popen is given.
-Only the command line in /proc differs. tests/cli/cluster starts every service by its real command.
+Each has its own id, session, signals and children, and runs the `main` of `python -m MODULE`. A service that will
+start children forks them before it has threads; they wait for the command, environment and descriptors that it passes
+to Popen. Only the command line in /proc differs. tests/cli/cluster starts every service by its real command.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ import pytest
 
 ENGINE_PROCESS, FOLLOWER = "worker.engine_process.main", "engine.tensor_parallel.follower"
 SERVICES = ("tests.harness.preloaded",)
-MAX_MESSAGE_BYTES = 1 << 17  # of a command and its environment
-PARKED = 512  # descriptors from here on wait for their numbers
+MAX_MESSAGE_BYTES = 1 << 17  # limit for a command with its environment
+PARKED = 512  # descriptors are moved to numbers from here on first
 
 
 def fork_service(argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> BaseProcess:
-    """Start what `python -m argv` runs, with this environment; its output is appended to `log_path`."""
+    """Start the service that `python -m argv` runs, with this environment; append its output to `log_path`."""
     log_path.touch()
     return fork(_run_service, [*argv], {**env}, log_path)
 
 
 def fork(target: Callable[..., None], *args: Any, preloaded: Sequence[str] = SERVICES) -> BaseProcess:
-    """Start `target` in a process forked from one without threads that has imported `preloaded`.
+    """Start `target` in a process forked from a process without threads that has imported `preloaded`.
 
-    All calls of a pytest process preload the same.
+    All calls in a pytest process must preload the same modules.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preloaded])
@@ -53,7 +53,7 @@ def fork(target: Callable[..., None], *args: Any, preloaded: Sequence[str] = SER
 
 
 def fork_followers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the ranks of engines that this process opens from now on, instead of starting them with Python."""
+    """Fork the follower ranks of this process's engines from now on, instead of starting a Python for each."""
     start = subprocess.Popen
 
     def popen(command: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def fork_followers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Descriptor:
-    """An open file, which is an int of its own in the process that it is sent to."""
+    """An open file; the process that receives it gets the number of a duplicate."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -81,7 +81,7 @@ def _detach(sent: Any) -> int:
 
 
 class _Forked:
-    """A process as those know it who have started it with Popen."""
+    """A forked process with the interface of Popen."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -112,7 +112,7 @@ def _run_service(argv: list[str], env: dict[str, str], log_path: Path) -> None:
     os.dup2(log, 2)
     os.close(log)
     if argv[0] in ("prefill_service", "decode_service"):
-        degrees = dict(re.findall(r"--(tp|pp)=(\d+)", " ".join(argv)))  # the last of each counts
+        degrees = dict(re.findall(r"--(tp|pp)=(\d+)", " ".join(argv)))  # the last value of a flag counts
         num_followers = int(degrees.get("tp", 1)) * int(degrees.get("pp", 1)) - 1
         _fork_children([ENGINE_PROCESS], [FOLLOWER] * num_followers)
     elif argv[0] == "worker.ranks.stage":
@@ -130,7 +130,7 @@ def _run_module(argv: list[str], env: Mapping[str, str]) -> None:
 
 
 def _fork_children(modules: Sequence[str], of_children: Sequence[str] = ()) -> None:
-    """Fork one process per module, and use it where this one would start `python -m` with the module."""
+    """Fork one process per module, and use it when this process would start `python -m` with the module."""
     waiting: list[tuple[str, int, socket.socket]] = []
     for module in modules:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -171,7 +171,7 @@ def _send_command(
 
 
 def _wait_for_command(link: socket.socket) -> None:
-    """Run it; ends this process."""
+    """Receive a command, run it, and end this process."""
     with link:
         message, received, _, _ = socket.recv_fds(link, MAX_MESSAGE_BYTES, 64)
     if not message:  # the parent has ended
@@ -182,7 +182,7 @@ def _wait_for_command(link: socket.socket) -> None:
 
 
 def _number(received: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give descriptors the numbers that they have in the parent."""
+    """Renumber received descriptors to their numbers in the parent."""
     parked = [fcntl.fcntl(each, fcntl.F_DUPFD, PARKED) for each in received]
     for each in received:
         os.close(each)
@@ -192,7 +192,7 @@ def _number(received: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 class _Child(subprocess.Popen):
-    """A process that runs already."""
+    """A Popen of a process that runs already."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode = pid, None

@@ -1,4 +1,4 @@
-"""Requests of a load, what one engine answers to them, clients that stream them, and kills in the middle of that."""
+"""Requests of a load, their expected answers from one engine, streaming clients, and kills while these stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.harness.clients import async_client
 from tests.harness.cluster import Cluster
 
 T = TypeVar("T")
-KILLS = 8  # on a busy machine a kill may come when most of its streams have ended
+KILLS = 8  # attempts: on a busy machine most streams may have ended before a kill
 StreamAll = Callable[[Callable[[], None]], Awaitable[tuple[T, int]]]
-"""Stream all requests at once, calling what is given when some of them are in their middle.
+"""Streams all requests concurrently, and calls its argument while some of them are streaming.
 
-Returns what came, and how many streams moved to another worker.
+Returns the answers, and how many streams moved to another worker.
 """
 
 
@@ -59,7 +59,7 @@ def expected_texts(llm: LLM, jobs: list[Job]) -> list[str]:
 async def stream_job(
     client: openai.AsyncOpenAI, job: Job, on_first_token: Callable[[], None] = lambda: None
 ) -> tuple[str, list[str]]:
-    """Text and finish reasons of one streamed request."""
+    """Stream one request; return its text and finish reasons."""
     stream = await client.completions.create(
         model="dry-run",
         prompt=job.prompt,
@@ -84,7 +84,7 @@ async def stream_job(
 async def stream_jobs(
     url: str, jobs: Sequence[Job], after_started: int = 0, act: Callable[[], None] = lambda: None
 ) -> list[tuple[str, list[str]]]:
-    """Stream all at once. `act` is called when so many have their first token; a quarter must be open then."""
+    """Stream all concurrently. act: called when `after_started` have a first token; a quarter must be open then."""
     num_started, num_open = 0, 0
 
     def on_first_token() -> None:
@@ -107,7 +107,7 @@ def texts(answers: Sequence[tuple[str, list[str]]]) -> list[str]:
 
 @dataclass
 class Kills:
-    """Each of the first `most` calls kills the busiest decode worker. Of several, each starts again at once."""
+    """Each of the first `most` calls kills the busiest decode worker, which is restarted if `most` > 1."""
 
     cluster: Cluster
     most: int
@@ -126,7 +126,7 @@ class Kills:
 async def same_after_a_kill(
     cluster: Cluster, stream_all: StreamAll[T], least_moved: int = 1, num_kills: int = 1
 ) -> T:
-    """What comes without a kill, and the same with kills that moved at least so many streams."""
+    """Check that answers are the same after kills that move at least `least_moved` streams; return the answers."""
     calm, _ = await stream_all(lambda: None)
     for _ in range(KILLS):
         kills = Kills(cluster, num_kills)

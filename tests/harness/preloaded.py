@@ -1,10 +1,10 @@
-"""Imported by the process that forks services (forked.py): what they import when they start."""
+"""Imports the modules of services, in the process that forks them (forked.py)."""
 
 # ruff: noqa: E402, F401
 
 import gc
 
-gc.disable()  # its walks through what is imported are a fifth of the time
+gc.disable()  # collections would take a fifth of the time of the imports
 
 import router.server
 import tests.harness.forked
@@ -13,9 +13,9 @@ import worker.service
 from common.wings import from_wing
 from router.app import ROUTES_OF_WINGS
 
-for routes in ROUTES_OF_WINGS:  # which a router imports when it starts
+for routes in ROUTES_OF_WINGS:  # a router imports them when it starts
     from_wing(routes)
 
 gc.collect()
-gc.freeze()  # nothing of it is collected, and so written to, in a fork
+gc.freeze()  # forks do not collect these objects, and so do not write to their pages
 gc.enable()

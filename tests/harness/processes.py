@@ -1,6 +1,6 @@
 """Processes of this machine, from /proc, and how to start one with a signal ignored.
 
-Any process, and any thread, may end while it is looked at.
+All functions cope with processes and threads that end meanwhile.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, their children and so on."""
+    """Return the children of a process, their children and so on."""
     return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
 def followers_of(pid: int) -> list[int]:
-    """Processes of ranks 1, 2, ... below `pid`."""
+    """Return the processes of ranks 1, 2, ... below `pid`."""
     return [child for child in descendants(pid) if ".follower" in command_line(child) + name(child)]
 
 
 def name(pid: int) -> str:
-    """The last letters of the module that a forked service runs."""
+    """Return the last letters of the module that a forked service runs."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
 
 
 def command_line(pid: int) -> str:
-    """Empty: it has ended."""
+    """Return the command line; empty if the process has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
@@ -51,12 +51,12 @@ def is_alive(pid: int) -> bool:
 
 
 def until_stopped(pid: int) -> None:
-    """Wait until each thread has seen SIGSTOP, or has ended."""
+    """Wait until each thread has stopped or ended, after a SIGSTOP."""
     wait_until(lambda: all(_state(task) in "TZX" for task in _tasks(pid)))
 
 
 def until_gone(*pids: int) -> None:
-    """Wait until these processes have ended, and their parents know it."""
+    """Wait until these processes have ended, and their parents have reaped them."""
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), told=lambda: pids)
 
 
@@ -73,6 +73,6 @@ def _state(task: Path) -> str:
 
 
 def command_with_signal(number: signal.Signals, handling: signal.Handlers, command: Sequence[str]) -> list[str]:
-    """`command`, started with the signal ignored or not. (A `preexec_fn` is unsafe where gRPC has threads.)"""
+    """Return a command that runs `command` with the signal ignored or not. (`preexec_fn` is unsafe with threads.)"""
     script = "import os, signal, sys; signal.signal(*map(int, sys.argv[1:3])); os.execv(sys.argv[3], sys.argv[3:])"
     return [sys.executable, "-c", script, str(int(number)), str(int(handling)), *command]

@@ -1,4 +1,4 @@
-"""A router on a real port in this process, in front of scripted workers; and clients for it."""
+"""A router in this process, on a real port and with scripted workers, and clients for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DRY_RUN = load_tokenizer(resolve_model("dry-run"))
 
 @dataclass
 class Cluster:
-    """What a test can touch."""
+    """A router with its workers and clients."""
 
     gateway: Gateway
     prefill: list[ScriptedWorker]
@@ -45,7 +45,7 @@ class Cluster:
 
     @property
     def model(self) -> ServedModel:
-        """The default one."""
+        """The default model."""
         return self.gateway.models[0]
 
     async def chat(self, text: str = "Hello", **fields: Any) -> httpx.Response:
@@ -57,7 +57,7 @@ class Cluster:
         return await self.http.post("/v1/completions", json=body)
 
     async def events(self, path: str = "/v1/chat/completions", **body: Any) -> list[Any]:
-        """All events of a stream, parsed; the last is "[DONE]"."""
+        """Stream a request; return its events, parsed, of which the last is "[DONE]"."""
         if "prompt" not in body and "messages" not in body:
             body["messages"] = [{"role": "user", "content": "Hello"}]
         body = {"max_tokens": 8, "seed": 1, "stream": True, **body}
@@ -66,13 +66,13 @@ class Cluster:
             return [event async for event in sse_events(response)]
 
     async def until(self, condition: Any, timeout_seconds: float = 60.0) -> None:
-        """Wait for it. The bound only ends a test that has failed: on a busy machine all takes longer."""
+        """Wait for a condition. The timeout is long, for busy machines: only failing tests reach it."""
         async with asyncio.timeout(timeout_seconds):
             while not condition():
                 await asyncio.sleep(0.005)
 
     def is_quiet(self) -> bool:
-        """No request is open anywhere."""
+        """Whether no request is open anywhere."""
         dispatchers = [model.dispatcher for model in self.gateway.models]
         links = self.gateway.workers.links
         sessions = [session for worker in (*self.prefill, *self.decode) for session in worker.sessions]
@@ -84,7 +84,7 @@ class Cluster:
 
 
 def has_work(link: WorkerLink) -> bool:
-    """Whether the router counts on work of a worker, from its own legs."""
+    """Whether the router has open legs on a worker, or predicts work from them."""
     if not has_wing("router.costs"):
         return bool(link.num_open)
     from router.costs.meter import meter_of
@@ -101,7 +101,7 @@ async def sse_events(response: httpx.Response) -> AsyncIterator[Any]:
 
 
 def text_of(events: list[Any], index: int = 0) -> str:
-    """The text that a stream showed for one choice."""
+    """Return the text of one choice from a stream's events."""
     pieces = []
     for event in events:
         for choice in event["choices"] if isinstance(event, dict) and "choices" in event else ():
@@ -125,10 +125,10 @@ async def cluster(
     send_buffer_bytes: int = 0,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
-    """Scripted workers behind a router. Every worker has a copy of `script`.
+    """Run a router with scripted workers, each with a copy of `script`.
 
-    models: what is served in place of dry-run; others: workers beside those of dry-run; adapters: of the first model.
-    send_buffer_bytes: of each connection; 0: what the kernel finds right.
+    models: served instead of dry-run; others: further workers; adapters: of the first model.
+    send_buffer_bytes: of each connection; 0: the kernel's default.
     """
     plan = vars(script or Script())
     facts = {"tokenizer_hash": tokenizer.tokenizer_hash(), **(info or {})}
@@ -142,14 +142,14 @@ async def cluster(
         "prefill": ",".join(worker.address for worker in prefill),
         "decode": ",".join(worker.address for worker in decode) or "127.0.0.1:1",
     }
-    # Workers are in this process, which may wait for a core.
+    # Long, because the workers are in this process, which may wait for a core.
     patience = {"worker_timeout_seconds": 60.0} if has_wing("router.hangs") else {}
     settings = RouterConfig(model="dry-run", **{**addresses, **patience, **config})
     served = serve_models(settings, models or [LoadedModel(settings.served_model_name, "dry-run", tokenizer)])
     base = served[0]
     served += [replace(base, name=f"{base.name}:{name}", aliases=(), adapter=name) for name in adapters]
     gateway = Gateway(settings, served, http)
-    listener = listen("127.0.0.1", 0)  # without its TCP_NODELAY an answer waits 40 ms for an ACK
+    listener = listen("127.0.0.1", 0)  # sets TCP_NODELAY, without which an answer waits 40 ms for an ACK
     if send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     port = listener.getsockname()[1]
@@ -186,7 +186,7 @@ async def cluster(
 def replying(
     text: str, tokens_per_step: int = 1, template: str = "", **options: Any
 ) -> AbstractAsyncContextManager[Cluster]:
-    """A cluster whose workers reply `text`. template: the model's own; options: of `Script` and of `cluster`."""
+    """Run a cluster whose workers reply `text`. template: chat template; options: for `Script` and `cluster`."""
     behaviour = {name: options.pop(name) for name in vars(Script()) if name in options}
     script = Script(reply=list(text.encode()), tokens_per_step=tokens_per_step, **behaviour)
     if template:
@@ -195,7 +195,7 @@ def replying(
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn's, without the two sleeps of 0.1 s in which that one ends."""
+    """Uvicorn's server, but without two sleeps of 0.1 s at its end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -213,7 +213,7 @@ class _Server(uvicorn.Server):
             counter += 1
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Requests have a second to end."""
+        """Shut down; requests have a second to end."""
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):

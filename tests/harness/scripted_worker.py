@@ -1,7 +1,7 @@
 """A worker without a model: a real gRPC server whose tokens are a function of the request.
 
-The token at a position depends on prompt, seed and all tokens before it, so a request that goes on elsewhere gives
-the same tokens only when nothing was lost, repeated or changed. Switches make it slow, silent, failing or dead.
+A token depends on prompt, seed and all tokens before it, so a migrated request gets the same tokens only if none was
+lost, repeated or changed. Its script can make it slow, silent, failing or dead.
 `python tests/harness/scripted_worker.py --role decode ...` runs one as a process, for benchmarks.
 """
 
@@ -32,28 +32,28 @@ BLOCK_SIZE = 16
 
 @dataclass
 class Script:
-    """How a worker behaves. Change it at any time."""
+    """The behaviour of a worker. Tests may change it at any time."""
 
-    reply: list[int] | None = None  # these tokens, then end of sequence; None: printable bytes without end
+    reply: list[int] | None = None  # these tokens, then end of sequence; None: endless printable bytes
     delay_seconds: float = 0.0  # before each step
     pause_seconds: float = 0.0  # after each step; an idle worker answers at once
     tokens_per_step: int = 1
     eos_token_id: int = 257
     token_range: tuple[int, int] = (32, 127)
-    refuse: Any = None  # a FailureCode for every submit
-    refuse_param: str = ""  # the field of the client's request that the failure names
+    refuse: Any = None  # a FailureCode with which every Submit fails
+    refuse_param: str = ""  # the field of the client's request in that failure
     is_silent: bool = False  # accept and never answer
-    die_after_tokens: int = -1  # break every stream after so many tokens, once
+    die_after_tokens: int = -1  # break the streams after this many tokens, once
     cached_tokens: int = 0
-    ignores_cancels: bool = False  # as if each came when the request had just ended
-    has_no_handle: bool = False  # a prefill worker that had no room to keep the KV
+    ignores_cancels: bool = False  # as if each came just after the end of its request
+    has_no_handle: bool = False  # as a prefill worker that has no room to keep the KV
     spoil: Callable[[pb.StepReport], None] | None = None  # changes each report before it is sent
-    refuse_streams: int = 0  # break so many streams before their first report
+    refuse_streams: int = 0  # break this many streams before their first report
 
 
 @dataclass(eq=False)
 class Running:
-    """One request that a session has open."""
+    """One open request of a session."""
 
     submit: pb.Submit
     output: list[int]
@@ -76,7 +76,7 @@ def tokenizer_hash() -> str:
 
 
 class ScriptedWorker:
-    """Serve Prefill or Decode on a free port."""
+    """Serves Prefill or Decode on a free port."""
 
     def __init__(self, role: str, worker_id: str = "", script: Script | None = None, **info: Any) -> None:
         self.role = role
@@ -108,7 +108,7 @@ class ScriptedWorker:
         return f"{self.host}:{self.port}"
 
     async def start(self) -> ScriptedWorker:
-        """Listen; on the same port again after `kill`."""
+        """Listen, after `kill` on the same port again."""
         self.server = RpcServer(self.host, self.port)
         self.port = self.server.port
         if self.role == "prefill":
@@ -120,13 +120,13 @@ class ScriptedWorker:
         return self
 
     def speak(self) -> None:
-        """End the silence of its script."""
+        """End the silence of the script."""
         self.script.is_silent = False
         for session in self.sessions:
             session.wake.set()
 
     async def kill(self) -> None:
-        """Gone at once, like a process that was killed."""
+        """End at once, like a killed process."""
         assert self.server is not None
         for session in list(self.sessions):
             session.reports.put_nowait(None)
@@ -213,10 +213,10 @@ class ScriptedWorker:
             elif self.script.delay_seconds:
                 time.sleep(self.script.delay_seconds)  # noqa: ASYNC251 - the loop's timers are a millisecond coarse
                 await asyncio.sleep(0)
-            while session.reports.qsize() > 1:  # as a real worker: a step at a time, for all requests together
+            while session.reports.qsize() > 1:  # like a real worker: one step at a time for all requests
                 session.taken.clear()
                 await session.taken.wait()
-            if self.script.is_silent:  # by now
+            if self.script.is_silent:  # has become silent meanwhile
                 continue
             report = pb.StepReport()
             for name, running in list(session.running.items()):
@@ -289,7 +289,7 @@ class ScriptedWorker:
         return token
 
     def _store(self, running: Running, report: pb.StepReport) -> None:
-        """The prompt's blocks are in the prefix cache now."""
+        """Add the prompt's blocks to the prefix cache."""
         submit = running.submit
         root = root_key(self._info["model_fingerprint"], submit.adapter, submit.cache_salt)
         new = [key for key in block_keys(root, submit.prompt_token_ids, BLOCK_SIZE) if key not in self.keys]
@@ -306,7 +306,7 @@ class ScriptedWorker:
 
 
 def logprobs_of(token: int, alternatives: int) -> pb.TokenLogprobs:
-    """A made-up distribution in which the token itself is the most likely."""
+    """Return an invented distribution in which the token itself is the most likely."""
     tops = [(token + offset) % 256 for offset in range(alternatives)]
     return pb.TokenLogprobs(
         token_id=token, logprob=-0.125 * (token % 8), rank=1, top_token_ids=tops,

@@ -1,4 +1,4 @@
-"""`mini-infer serve` as a user runs it, by its command: real services on the dry-run model."""
+"""`mini-infer serve`, run by its command, with real services on the dry-run model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = [*SMALL, "--host-tier-gb=0.01"]
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Short, in place of pytest's own: sockets lie there, whose paths have 107 bytes at most."""
+    """A shorter path than pytest's, because paths of sockets in it are limited to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
@@ -37,7 +37,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def finished(tmp_path: Path, *arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command that has ended."""
+    """Run a command to its end."""
     env = environment(tmp_path) | variables
     return subprocess.run(
         command(*arguments), input=stdin, capture_output=True, text=True, timeout=200, env=env, check=False
@@ -45,23 +45,23 @@ def finished(tmp_path: Path, *arguments: str, stdin: str = "", **variables: str)
 
 
 def session_pids(text: str) -> list[int]:
-    """Processes whose command line holds `text`."""
+    """Return the processes whose command line contains `text`."""
     numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in numbers if text in command_line(pid) and is_alive(pid)]
 
 
 def assert_gone(find: Callable[[], list[int]]) -> None:
-    """Nothing is left. Who got SIGKILL in the end takes a moment to die."""
+    """Wait until `find` finds no process: after SIGKILL a process takes a moment to end."""
     wait_until(lambda: not find(), told=lambda: [command_line(pid) for pid in find()])
 
 
 class Served:
-    """A running `mini-infer serve` and everything that it printed."""
+    """A running `mini-infer serve` with all its output."""
 
     def __init__(
         self, tmp_path: Path, *flags: str, api_key: str = "", program: Sequence[str] = (), size: Sequence[str] = FLAGS
     ) -> None:
-        """program: an installed one, in `tmp_path` and without the path of this process. size: the first flags."""
+        """program: an installed one, run in `tmp_path` without this process's PYTHONPATH. size: the first flags."""
         (self.port,) = free_ports(1)
         self.api_key = api_key
         self.url = f"http://127.0.0.1:{self.port}"
@@ -78,11 +78,11 @@ class Served:
 
     @property
     def pids(self) -> list[int]:
-        """Of all services and their children."""
+        """The processes of all services and their children."""
         return descendants(self.process.pid)
 
     def wait_for(self, pattern: str, seconds: float = 200.0) -> str:
-        """Until the output holds `pattern`; returns all of it."""
+        """Wait until the output matches `pattern`; return all of it."""
 
         def is_told_or_over() -> bool:
             is_over = self.process.poll() is not None
@@ -94,12 +94,12 @@ class Served:
         return text
 
     def is_used(self, worker: str) -> bool:
-        """Whether the router has the worker, which is a moment after it is ready."""
+        """Whether the router uses the worker, which it does soon after the worker is ready."""
         workers = get(f"{self.url}/v1/cluster").json()["workers"]
         return any(item["id"] == worker and item["state"] == "ready" for item in workers)
 
     def stop(self) -> None:
-        """SIGTERM, which ends it well. What does not end is killed, and its services with it."""
+        """End it by SIGTERM, and check that it exits with 0. Kill it if it does not end."""
         self.process.terminate()
         try:
             code = self.process.wait(100)

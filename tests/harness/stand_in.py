@@ -1,8 +1,8 @@
 """A small service for supervisor tests: `python -m tests.harness.stand_in MODE PORT EVENTS NAME`.
 
 Answers every HTTP request with 200 and appends "NAME event PID" lines to the EVENTS file.
-Modes: well; dies (exit 3 before it is ready); dies-later (so, but not the first time); deaf (ignores SIGTERM);
-parent (has a child in its session).
+Modes: well; dies (exit 3 before it is ready); dies-later (the same, except at the first start); deaf (ignores
+SIGTERM); parent (starts a child in its session).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wait for a condition. The bound only ends a test that has failed: on a busy machine all takes longer."""
+"""Waits for conditions. Timeouts are long, for busy machines: only failing tests reach them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAUSE_SECONDS = 0.01
 
 
 def wait_until(condition: Callable[..., object], seconds: float = PATIENCE_SECONDS, told: object = "") -> None:
-    """told: shown when it does not come true; a function is called then."""
+    """Wait until the condition is true. told: shown if that fails; a function is called for its text."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, told() if callable(told) else told
@@ -19,5 +19,5 @@ def wait_until(condition: Callable[..., object], seconds: float = PATIENCE_SECON
 
 
 async def until(condition: Callable[..., object], seconds: float = PATIENCE_SECONDS, told: object = "") -> None:
-    """`wait_until` for an event loop; a condition that asks over HTTP does so on a thread."""
+    """`wait_until` for an event loop; the condition is called on another thread."""
     await asyncio.to_thread(wait_until, condition, seconds, told)

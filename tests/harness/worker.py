@@ -1,4 +1,4 @@
-"""Worker processes and streams to them, as a router has them."""
+"""Worker processes, and streams to them like a router's."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.harness.cluster import Service, free_ports, service_environment
 from tests.kvstore.helpers import as_handle, with_address
 
 PROMPT = list(b"A prompt of several blocks, so that there is something to pull. " * 3)
-# Leases would last a minute: what ends soon was released.
+# Leases last a minute, so a lease that ends earlier was released.
 DRY_RUN = ("--model=dry-run", "--num-gpu-blocks=256", "--num-threads=1", "--kv-lease-seconds=60")
-# One request after the other, and 20 ms a step however fast the machine is: what is open stays open for a test.
+# One request at a time, and at least 20 ms a step on any machine, so that requests stay open long enough for a test.
 SLOW = (*DRY_RUN, "--simulated-steps=base=0.02", "--max-num-seqs=1")
 MINUTE_LONG = pb.SamplingParams(max_tokens=3000)
 
 
 class Worker:
-    """One process and, when attached, its stream."""
+    """One worker process."""
 
     def __init__(
         self, role: str, folder: Path, *flags: str, engine: Sequence[str] = DRY_RUN, program: Sequence[str] = ()
     ) -> None:
-        """folder: of its socket and log. program: see `Service`."""
+        """folder: for sockets and the log. program: see `Service`."""
         folder.mkdir(mode=0o700, exist_ok=True)
         folder.chmod(0o700)
         [port] = free_ports(1)
@@ -68,15 +68,15 @@ class Worker:
 
 
 class Stream:
-    """A router's end of Attach; reports are collected as they come."""
+    """A router's end of Attach, with the worker's load and keys as of the last report."""
 
     def __init__(self, call: Any, keeps: bool) -> None:
-        """keeps: whether requests that say nothing of it are decoded here."""
+        """keeps: the default of `keep` in Submits."""
         self._call = call
         self._keeps = keeps
         self.load = pb.LoadReport()
         self.keys: set[bytes] = set()
-        self.cancelled: set[str] = set()  # whose handles are released, as a router does
+        self.cancelled: set[str] = set()  # their handles are released, as by a router
 
     async def submit(self, name: str, **fields: Any) -> None:
         sampling = pb.SamplingParams(max_tokens=16, ignore_eos=True, top_p=1.0, repetition_penalty=1.0)
@@ -101,7 +101,7 @@ class Stream:
         assert report is not None, "the stream has ended"
         given = [(delta.request_id, delta.kv_handle) for delta in report.deltas if delta.HasField("kv_handle")]
         given += [(offer.request_id, offer.kv_handle) for offer in report.kv_offers]
-        for name, handle in given:  # a request may end before its cancellation arrives
+        for name, handle in given:  # a request may end before its Cancel arrives
             if name in self.cancelled:
                 await self.release(handle.lease_id, handle.epoch)
         return report
@@ -119,7 +119,7 @@ class Stream:
         return report
 
     async def deltas_of(self, name: str) -> list[pb.TokenDelta]:
-        """All that are to come."""
+        """Return all further deltas of a request."""
         deltas: list[pb.TokenDelta] = []
         while not deltas or not deltas[-1].finish_reason:
             report = await self.report()
@@ -128,7 +128,7 @@ class Stream:
         return deltas
 
     async def until_end(self, name: str) -> tuple[list[int], pb.TokenDelta]:
-        """Tokens of a request, and its last delta."""
+        """Return a request's further tokens and its last delta."""
         deltas = await self.deltas_of(name)
         return tokens_of(deltas), deltas[-1]
 
@@ -175,19 +175,19 @@ async def prefill(stream: Stream, name: str, **fields: Any) -> tuple[list[int], 
 
 
 def edited(handle: pb.KvHandle, edit: Callable[[PeerLease], PeerLease]) -> pb.KvHandle:
-    """The handle with other content. Only engine processes and this test read its shards."""
+    """Return the handle with edited content."""
     return as_handle(edit(open_handle(handle)))
 
 
 def by_tcp(handle: pb.KvHandle) -> pb.KvHandle:
-    """The handle without what else than TCP could read."""
+    """Return the handle without the address for shared memory, so that only TCP can read it."""
     return edited(handle, lambda lease: with_address(lease, shm=None))
 
 
 async def disaggregated(
     p: Stream, d: Stream, name: str, transport: str = "shm", **fields: Any
 ) -> tuple[list[int], pb.RequestTimes]:
-    """All tokens of a request, and what its decode worker measured. Nothing is left on either side."""
+    """Return a request's tokens and the decode worker's times. Waits until both workers are quiet."""
     first, handle = await prefill(p, name, **fields)
     handle = by_tcp(handle) if transport == "tcp" else handle
     await d.submit(name, output_token_ids=first, kv_handle=handle, keep=True, **fields)
@@ -199,7 +199,7 @@ async def disaggregated(
 
 @contextmanager
 def running(*workers: Worker) -> Iterator[dict[str, Worker]]:
-    """By role: wait until all of them answer; end them at last."""
+    """Wait until all workers answer; yield them by role; kill them at the end."""
     try:
         for worker in workers:
             asyncio.run(worker.wait_ready())
@@ -211,6 +211,6 @@ def running(*workers: Worker) -> Iterator[dict[str, Worker]]:
 
 @contextmanager
 def prefill_and_decode(folder: Path, engine: Sequence[str] = DRY_RUN) -> Iterator[dict[str, Worker]]:
-    """One worker of each role; `folder` holds their sockets and logs."""
+    """Run one worker of each role, with sockets and logs in `folder`."""
     with running(*(Worker(role, folder, engine=engine) for role in ("prefill", "decode"))) as workers:
         yield workers
