@@ -66,10 +66,10 @@ def run_worker(role: str) -> int:
         return 1
 
 
-def _run_directory(given: str) -> contextlib.AbstractContextManager[str]:
+def _run_directory(run_dir: str) -> contextlib.AbstractContextManager[str]:
     """Open the directory shared with other workers, or a private one, which is removed when this worker ends."""
-    if given:
-        return contextlib.nullcontext(given)
+    if run_dir:
+        return contextlib.nullcontext(run_dir)
     return tempfile.TemporaryDirectory(prefix="mini-infer-", ignore_cleanup_errors=True)
 
 

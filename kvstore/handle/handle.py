@@ -140,8 +140,8 @@ class HandleWriter:
     def write(self, lease: Lease, num_tokens: int, digests: Sequence[Sequence[int]]) -> pb.KvHandle:
         """Write the handle of a lease on the KV of `num_tokens`. digests: for each shard, one per block."""
         shards = [
-            pack_shard(shard.geometry, shard.address, lease.block_ids, own)
-            for shard, own in zip(self.shards, digests, strict=True)
+            pack_shard(shard.geometry, shard.address, lease.block_ids, shard_digests)
+            for shard, shard_digests in zip(self.shards, digests, strict=True)
         ]
         return pb.KvHandle(
             lease_id=lease.lease_id, worker_id=self.worker_id, epoch=lease.epoch, num_tokens=num_tokens,
@@ -196,19 +196,19 @@ def from_wire(kind: type[T], value: Any, what: str) -> T:
     Raises TransferError for a malformed value, HandshakeError for KV that this worker does not know.
     """
     try:
-        found: Any = msgspec.convert(value, kind, builtin_types=(bytes,))
+        converted: Any = msgspec.convert(value, kind, builtin_types=(bytes,))
     except ValueError as error:
         raise TransferError(f"malformed {what}") from error
     except ConfigError as error:
         raise HandshakeError(f"the peer describes KV that this worker does not know: {error}") from error
-    geometry: PoolGeometry = found.geometry
+    geometry: PoolGeometry = converted.geometry
     groups = geometry.layout.groups
     names = [geometry.fingerprint, *(group.name for group in groups)]
     if not 1 <= geometry.num_blocks <= MAX_BLOCKS or len(groups) > MAX_GROUPS or max(map(len, names)) > MAX_TEXT:
         raise HandshakeError("the peer's description of its KV pool is out of bounds")
     if geometry.pool_bytes > MAX_POOL_BYTES:
         raise HandshakeError("the peer's KV pool is larger than any machine's memory")
-    return cast("T", found)
+    return cast("T", converted)
 
 
 def rows_at(rows: Sequence[BlockId], positions: Sequence[int], num_rows: int) -> list[BlockId]:

@@ -68,13 +68,13 @@ class BlockPool:
 
     def lookup(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         """Return the blocks of the longest prefix of `keys` that is present. Takes no references, see `acquire`."""
-        found: list[BlockId] = []
+        block_ids: list[BlockId] = []
         for key in keys:
             block_id = self._block_of.get(key)
             if block_id is None:
                 break
-            found.append(block_id)
-        return found
+            block_ids.append(block_id)
+        return block_ids
 
     def find(self, keys: Iterable[BlockKey], absent: BlockId) -> list[BlockId]:
         """Return the block of each key, or `absent`. Changes nothing."""
@@ -94,12 +94,12 @@ class BlockPool:
         """Return blocks with one reference each and no key. Raises PoolExhausted."""
         if num_blocks > self.num_available:
             raise PoolExhausted(f"{num_blocks} KV blocks wanted, {self.num_available} of {self.num_blocks} left")
-        taken: list[BlockId] = []
+        block_ids: list[BlockId] = []
         for _ in range(num_blocks):
             block_id = self._free.pop() if self._free else self._evict()
             self._refcount[block_id] = 1
-            taken.append(block_id)
-        return taken
+            block_ids.append(block_id)
+        return block_ids
 
     def keep_free(self, num_blocks: int) -> None:
         """Evict cached blocks until `num_blocks` are free or no block is cached.
@@ -182,24 +182,24 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with all errors, unless each block is in one state and the maps are inverse."""
-        wrong: list[str] = []
+        errors: list[str] = []
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free):
-            wrong.append("a block is twice in the free list")
+            errors.append("a block is twice in the free list")
         for index in range(self.num_blocks):
             block_id = BlockId(index)
             states = [block_id in free, block_id in cached, self._refcount[block_id] > 0]
             if sum(states) != 1:
-                wrong.append(f"block {block_id}: (free, cached, used) = {states}")
+                errors.append(f"block {block_id}: (free, cached, used) = {states}")
             if self._refcount[block_id] < 0:
-                wrong.append(f"block {block_id}: refcount {self._refcount[block_id]}")
+                errors.append(f"block {block_id}: refcount {self._refcount[block_id]}")
             if block_id in free and block_id in self._key_of:
-                wrong.append(f"free block {block_id} has a key")
+                errors.append(f"free block {block_id} has a key")
             if block_id in cached and block_id not in self._key_of:
-                wrong.append(f"cached block {block_id} has no key")
+                errors.append(f"cached block {block_id} has no key")
         if {key: block_id for block_id, key in self._key_of.items()} != self._block_of:
-            wrong.append("block -> key and key -> block disagree")
+            errors.append("block -> key and key -> block disagree")
         for block_id in (free | cached | set(self._key_of)) - set(range(self.num_blocks)):
-            wrong.append(f"block {block_id} does not exist")
-        if wrong:
-            raise AssertionError("; ".join(wrong))
+            errors.append(f"block {block_id} does not exist")
+        if errors:
+            raise AssertionError("; ".join(errors))

@@ -75,11 +75,11 @@ class LeaseTable:
         """End and return the leases whose deadline has passed."""
         if now < self._next_deadline:
             return []
-        over = [lease for lease in self._leases.values() if now >= lease.deadline]
-        for lease in over:
+        expired = [lease for lease in self._leases.values() if now >= lease.deadline]
+        for lease in expired:
             del self._leases[lease.lease_id]
         self._next_deadline = min((lease.deadline for lease in self._leases.values()), default=math.inf)
-        return over
+        return expired
 
     def resolve(self, lease_id: LeaseId, epoch: Epoch, positions: Sequence[int] | None, now: float) -> list[BlockId]:
         """Return a lease's blocks at `positions` (None: all). Raises TransferError if they may not be read."""

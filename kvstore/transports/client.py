@@ -53,10 +53,10 @@ class KvClient:
         transport, digests = self.read(
             BlockPull(parts, positions, local_block_ids, time.monotonic() + deadline_seconds)
         )
-        for part, found in zip(parts, digests, strict=True):
-            granted = [part.shard.digests[position] for position in positions]
-            if found != granted:
-                position = next(p for p, a, b in zip(positions, found, granted, strict=True) if a != b)
+        for part, received in zip(parts, digests, strict=True):
+            expected = [part.shard.digests[position] for position in positions]
+            if received != expected:
+                position = next(p for p, a, b in zip(positions, received, expected, strict=True) if a != b)
                 raise TransferError(f"block {position} of worker {lease.worker_id} did not arrive intact")
         return transport
 
@@ -81,10 +81,10 @@ class KvClient:
     def in_common(self, pull: BlockPull) -> list[tuple[str, Reader]]:
         """Return the transports that can read all parts, best first. Raises UnavailableError if there is none."""
         offered = [part.shard.address.transports for part in pull.parts]
-        found = [(name, reader) for name, reader in self._readers.items() if all(name in each for each in offered)]
-        if not found:
+        common = [(name, reader) for name, reader in self._readers.items() if all(name in each for each in offered)]
+        if not common:
             raise UnavailableError(f"no transport in common with worker {pull.parts[0].shard.worker_id}")
-        return found
+        return common
 
     def read(self, pull: BlockPull) -> tuple[str, list[list[int]]]:
         """Copy by the best common transport; return its name and the digests.

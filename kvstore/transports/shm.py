@@ -68,19 +68,19 @@ class PeerMappings:
         """Return the memory with the shard or its staged copies. Raises TransferError, UnavailableError."""
         key = (shard.pool_name, shard.epoch)
         with self._lock:
-            known = self._found.get(key)
-            if known is not None:
+            memory = self._found.get(key)
+            if memory is not None:
                 self._found.move_to_end(key)
-        if known is None:
-            known = self.map(shard)  # without the lock: a peer that does not answer must not block others
+        if memory is None:
+            memory = self.map(shard)  # without the lock: a peer that does not answer must not block others
             with self._lock:
-                for old in [k for k in self._found if k[0] == key[0]]:
-                    del self._found[old]  # an earlier epoch of the same pool
-                self._found[key] = known
+                for stale in [k for k in self._found if k[0] == key[0]]:
+                    del self._found[stale]  # an earlier epoch of the same pool
+                self._found[key] = memory
                 if len(self._found) > MAX_MAPPINGS:
                     self._found.popitem(last=False)
-        shard.check_offer(known.info)
-        return known
+        shard.check_offer(memory.info)
+        return memory
 
     def map(self, shard: PeerShard) -> PeerMemory:
         """Map the memory that the peer hands out. Raises TransferError."""

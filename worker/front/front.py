@@ -229,9 +229,9 @@ class WorkerFront:
 
     def measure_memory(self) -> None:
         """Measure the memory of both processes."""
-        own, engine = resident(), resident(self._engine.pid)
+        front, engine = resident(), resident(self._engine.pid)
         self._memory = pb.LoadReport(
-            front_private_bytes=own.private_bytes, engine_private_bytes=engine.private_bytes,
+            front_private_bytes=front.private_bytes, engine_private_bytes=engine.private_bytes,
             engine_shared_bytes=engine.shared_bytes,
         )  # fmt: skip
 

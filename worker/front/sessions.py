@@ -45,8 +45,8 @@ class Session:
 
 
 def kv_handles(report: pb.StepReport) -> list[pb.KvHandle]:
-    given = [delta.kv_handle for delta in report.deltas if delta.HasField("kv_handle")]
-    return given + [offer.kv_handle for offer in report.kv_offers]
+    handles = [delta.kv_handle for delta in report.deltas if delta.HasField("kv_handle")]
+    return handles + [offer.kv_handle for offer in report.kv_offers]
 
 
 class EventLog:

@@ -68,9 +68,9 @@ class KvPuller:
 
     def take_results(self) -> list[tuple[KvLoad, Pull]]:
         """Return the loads that have ended. The `Pull` of a prefetch names no request."""
-        taken = [self._results.popleft() for _ in range(len(self._results))]
-        self.num_open -= len(taken)
-        return taken
+        results = [self._results.popleft() for _ in range(len(self._results))]
+        self.num_open -= len(results)
+        return results
 
     def close(self) -> None:
         """Wait for loads that have begun, and release all leases, which would otherwise last until they expire."""
@@ -102,9 +102,9 @@ class KvPuller:
                 lease = self._kept_alive.get(lease_id)
             if lease is None:
                 raise TransferError("the lease was released for another request that had the same handle")
-            used = [client.pull(lease, load.positions, load.block_ids, seconds) for client in self._clients]
+            transports = [client.pull(lease, load.positions, load.block_ids, seconds) for client in self._clients]
             num_bytes = len(load.positions) * sum(client.geometry.block_bytes for client in self._clients)
-            return Pull(request_id, True, "", used[0], num_bytes, time.monotonic() - began)
+            return Pull(request_id, True, "", transports[0], num_bytes, time.monotonic() - began)
         except MiniInferError as error:
             return Pull(request_id, False, str(error))
         except Exception:  # a thread's exception would be lost

@@ -90,8 +90,8 @@ class SharedPoolMemory(PoolMemory):
     def _add(self, pool: LocalPool) -> LocalPool:
         """Add the next rank's pool, and open its readers. Raises ConfigError if there is none."""
         self.ranks.append(pool)
-        found = {kind.name: self._transports[kind.name].reader(pool, self.leases) for kind in self._wanted}
-        readers: dict[str, Reader] = {name: reader for name, reader in found.items() if reader is not None}
+        opened = {kind.name: self._transports[kind.name].reader(pool, self.leases) for kind in self._wanted}
+        readers: dict[str, Reader] = {name: reader for name, reader in opened.items() if reader is not None}
         if not readers:
             raise ConfigError(f"--kv-transport {self._config.kv_transport} needs {self._wanted[0].needs}")
         kind = from_wing("kvstore.transports.fallbacks.client:FallbackClient") or KvClient
@@ -128,8 +128,8 @@ class SharedPoolMemory(PoolMemory):
         shards = []
         for rank in self.ranks:
             rank.serve()
-            found = {name: transport.export(rank) for name, transport in self._transports.items()}
-            addresses = {name: address for name, address in found.items() if address is not None}
+            exported = {name: transport.export(rank) for name, transport in self._transports.items()}
+            addresses = {name: address for name, address in exported.items() if address is not None}
             address = ShardAddress(kv_address, self.needs_staging, addresses)
             shards.append(HandleShard(rank.info.geometry, address))
         return shards
