@@ -171,7 +171,7 @@ class Cluster:
         return sum(choice["migrations"] for choices in explained for choice in choices)
 
     def load_of(self, worker: str) -> dict[str, Any]:
-        return next(found["load"] for found in self.get("/v1/cluster")["workers"] if found["id"] == worker)
+        return next(state["load"] for state in self.get("/v1/cluster")["workers"] if state["id"] == worker)
 
     def ready_workers(self) -> set[str]:
         return {found["id"] for found in self.get("/v1/cluster")["workers"] if found["state"] == "ready"}
@@ -223,7 +223,7 @@ class Cluster:
             workers[:] = [found for found in self.get("/v1/cluster")["workers"] if found["state"] == "ready"]
             return bool(workers) and all(_is_quiet(found["load"]) for found in workers)
 
-        wait_until(is_quiet, told=lambda: workers)
+        wait_until(is_quiet, message=lambda: workers)
         return workers
 
     def stop(self) -> None:
@@ -295,9 +295,9 @@ def running_cluster(
             argv = [f"{role}_service", f"--port={port}", f"--worker-id={worker}", f"--run-dir={run_dir}"]
             if with_agent:
                 argv.append(f"--agent-socket={socket_path}")
-            other = [f"--model={models[worker]}"] if worker in models else []
-            own = (*role_args.get(role, ()), *role_args.get(worker, ()))
-            add(worker, [*argv, *engine_args, *other, *worker_args, *own])
+            other_model = [f"--model={models[worker]}"] if worker in models else []
+            own_args = (*role_args.get(role, ()), *role_args.get(worker, ()))
+            add(worker, [*argv, *engine_args, *other_model, *worker_args, *own_args])
         addresses = dict(zip(names, (f"127.0.0.1:{port}" for port in ports), strict=True))
         served = ",".join(dict.fromkeys([model, *models.values()]))
         argv = ["router", f"--port={router_port}", f"--models={served}" if models else f"--model={model}"]

@@ -57,7 +57,7 @@ def until_stopped(pid: int) -> None:
 
 def until_gone(*pids: int) -> None:
     """Wait until these processes have ended, and their parents have reaped them."""
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), told=lambda: pids)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), message=lambda: pids)
 
 
 def _tasks(pid: int) -> list[Path]:

@@ -52,7 +52,7 @@ def session_pids(text: str) -> list[int]:
 
 def assert_gone(find: Callable[[], list[int]]) -> None:
     """Wait until `find` finds no process: after SIGKILL a process takes a moment to end."""
-    wait_until(lambda: not find(), told=lambda: [command_line(pid) for pid in find()])
+    wait_until(lambda: not find(), message=lambda: [command_line(pid) for pid in find()])
 
 
 class Served:

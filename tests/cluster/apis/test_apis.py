@@ -142,7 +142,7 @@ def stage(port: int, folder: Path) -> Iterator[None]:
         service = Service("stage", ["worker.ranks.stage", f"--port={port}"], folder / "stage.log")
         service.start(service_environment())
         try:
-            wait_until(lambda: accepts_connections(port), told=service.log)
+            wait_until(lambda: accepts_connections(port), message=service.log)
             yield
         finally:
             service.kill()

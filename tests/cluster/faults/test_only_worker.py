@@ -28,7 +28,7 @@ async def run_round(cluster: Cluster, reference: LLM, num_streams: int, seed: in
     assert [reasons for _, reasons in answers] == [["length"]] * num_streams
     wrong = [index for index, (text, _) in enumerate(answers) if text != expected[index]]
     assert not wrong, f"{len(wrong)} answers differ, first: {wrong[:5]}"
-    await until(lambda: (True, seed + 1) in told(cluster)["workers"], told=lambda: told(cluster))
+    await until(lambda: (True, seed + 1) in told(cluster)["workers"], message=lambda: told(cluster))
 
 
 def told(cluster: Cluster) -> dict[str, Any]:
@@ -49,4 +49,4 @@ async def test_streams_survive_the_death_of_the_only_decode_worker(
         for seed in range(num_rounds):
             await run_round(cluster, reference, num_streams, seed)
             print(f"round {seed + 1}: {num_streams} streams, 0 lost, bytes equal", flush=True)
-        await until(lambda: not told(cluster)["requests"], told=lambda: told(cluster))
+        await until(lambda: not told(cluster)["requests"], message=lambda: told(cluster))

@@ -113,7 +113,7 @@ def test_a_killed_rank_ends_its_worker_and_no_answer(reference: LLM, flag: str) 
                 assert not all(answer.done() for answer in answers), "all was answered before the kill"
             os.kill(follower, signal.SIGKILL)
             assert not all(answer.done() for answer in answers)
-            wait_until(lambda: "decode-0" not in cluster.ready_workers(), told=cluster.services["decode-0"].log)
+            wait_until(lambda: "decode-0" not in cluster.ready_workers(), message=cluster.services["decode-0"].log)
             assert [answer.result() for answer in answers] == expected
         (follower,) = followers_of(cluster.services["prefill-0"].pid)
         cluster.services["prefill-0"].kill()
