@@ -81,7 +81,7 @@ class LeaseClient:
 class KvTransferService(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
     """The KvTransfer service; `server.add(add_KvTransferServicer_to_server, service, name)` adds it to a server.
 
-    `on_renew` and `on_release` notify the engine, after `leases`, the front's mirror, was updated here.
+    `on_renew` and `on_release` notify the engine, after `leases`, the front's mirror, has been updated here.
     """
 
     leases: LeaseTable

@@ -84,7 +84,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
     fence = parts.runner.start_queued if config.pp > 1 and not memory.needs_staging else memory.fence
     kind_of_loads = from_wing("worker.progressive_pulls.progressive_loads:ProgressiveLoads") or KvLoads
     loads = kind_of_loads(engine, puller, fence, can_read=not config.stage_address)
-    readable = () if config.stage_address else memory.clients[0].transports  # a handle must cover all layers
+    readable = () if config.stage_address else memory.clients[0].transports  # a pull must fill all layers
     info = _engine_info(parts, memory, readable)
     sockets = [rank.socket_path for rank in memory.ranks]
     link.send(Ready(info.SerializeToString(), sockets, memory.needs_staging, memory.descriptions))
