@@ -18,12 +18,9 @@ from engine.request import FinishReason, Request, RequestId, SamplingParams
 from protos import types_pb2 as pb
 from worker.messages import Delta
 
-FINISH_REASONS = {
+FINISH_REASONS: dict[FinishReason | None, Any] = {
     None: pb.FINISH_REASON_NONE,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
-    FinishReason.PREFILLED: pb.FINISH_REASON_PREFILLED,
+    **{reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason},
 }
 FAILURE_CODES: dict[str, Any] = {name.removeprefix("FAILURE_CODE_"): code for name, code in pb.FailureCode.items()}
 SCALARS = (int, float, str, bytes)  # bool is an int
