@@ -204,7 +204,7 @@ class WorkerFront:
                 session, failure.request_id = self._owner[name]
                 reports[session].failures.append(failure)
                 self._forget(name)
-        self._send(reports, self._events.append(report.stored, report.removed), time.monotonic())
+        self._send(reports, self._events.append(report.stored, report.removed))
         for listener in self.listeners:
             listener(report)
 
@@ -212,8 +212,8 @@ class WorkerFront:
         session, request_id = self._owner.pop(name)
         session.names.pop(request_id, None)
 
-    def _send(self, reports: dict[Session, pb.StepReport], events: list[pb.KvEvent], now: float) -> None:
-        load = self._load_report()
+    def _send(self, reports: dict[Session, pb.StepReport], events: list[pb.KvEvent]) -> None:
+        load, now = self._load_report(), time.monotonic()
         for session in list(self._sessions):
             if session not in reports and not events and now - session.last_report_time < LOAD_INTERVAL_SECONDS:
                 continue
@@ -238,7 +238,7 @@ class WorkerFront:
     def heartbeat(self) -> None:
         """Show routers that this worker is alive, also during a long step. Called a few times a second."""
         if self.load.kv_blocks_total and not self.out_of_service:  # the engine has reported
-            self._send(defaultdict(pb.StepReport), [], time.monotonic())
+            self._send(defaultdict(pb.StepReport), [])
 
     def _load_report(self) -> pb.LoadReport:
         report = pb.LoadReport()
