@@ -78,9 +78,9 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    given = settings.worker
-    server = RpcServer(given.host, given.port, given.cluster_token)
-    worker = dataclasses.replace(given, worker_id=given.worker_id or f"{role}-{server.port}", run_dir=run_dir)
+    config = settings.worker
+    server = RpcServer(config.host, config.port, config.cluster_token)
+    worker = dataclasses.replace(config, worker_id=config.worker_id or f"{role}-{server.port}", run_dir=run_dir)
     began = time.monotonic()
     address = with_port(worker.advertise_host or worker.host, server.port)
     engine = await _start_engine(replace(settings, worker=worker, kv_address=address), stopping)

@@ -107,8 +107,7 @@ class SharedPoolMemory(PoolMemory):
     @property
     def descriptions(self) -> dict[str, bytes]:
         """Data of transports, by name, for peers that have the cluster's token."""
-        described = {name: transport.describe() for name, transport in self._transports.items()}
-        return {name: text for name, text in described.items() if text}
+        return {name: data for name, transport in self._transports.items() if (data := transport.describe())}
 
     def open_leases(self, release: Callable[[Sequence[BlockId]], None], handles: HandleWriter) -> KvLeases:
         """Create the leases on blocks of these pools, see KvLeases; from now on transports may send the blocks."""
