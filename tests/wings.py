@@ -33,14 +33,14 @@ ALONE = ("cli/cluster", "common", "engine", "kvstore", "router", "worker", "clus
 @cache
 def files() -> dict[str, str]:
     """Return the wing of every file of the product; empty: the core."""
-    found = {}
+    wing_of = {}
     for folder in TABLE["core"]["folders"]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
             owners = [wing for wing, entry in WINGS.items() if any(fnmatch(name, glob) for glob in entry["files"])]
             assert len(owners) <= 1, f"{name} belongs to {owners}"
-            found[name] = owners[0] if owners else ""
-    return found
+            wing_of[name] = owners[0] if owners else ""
+    return wing_of
 
 
 def _statements(tree: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
@@ -72,38 +72,38 @@ def _modules(node: ast.AST) -> list[str]:
 @cache
 def imported(name: str) -> dict[str, bool]:
     """Return the repository's files that a file imports, also for types only, and whether it does so eagerly."""
-    found: dict[str, bool] = {}
+    imports: dict[str, bool] = {}
     for node, is_eager in _statements(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
         for module in _modules(node):
             path = module.replace(".", "/")
             for each in (f"{path}.py", f"{path}/__init__.py"):
                 if (ROOT / each).is_file():
-                    found[each] = found.get(each, False) or is_eager
-    return found
+                    imports[each] = imports.get(each, False) or is_eager
+    return imports
 
 
 @cache
 def importers(eager: bool = False) -> dict[str, dict[str, set[str]]]:
     """Map wing -> importing wing (empty: the core) -> files. eager: only files that fail without the wing."""
-    found: dict[str, dict[str, set[str]]] = {wing: {} for wing in WINGS}
+    result: dict[str, dict[str, set[str]]] = {wing: {} for wing in WINGS}
     for name, owner in files().items():
         for other, is_eager in imported(name).items():
             wing = files().get(other, "")
             if wing not in ("", owner) and (is_eager or not eager):
-                found[wing].setdefault(owner, set()).add(name)
-    return found
+                result[wing].setdefault(owner, set()).add(name)
+    return result
 
 
 def circles() -> list[list[str]]:
     """Return all sets of product files that import each other, directly or not, also for types only."""
     reached: dict[str, set[str]] = {}
     for name in files():
-        left = [name]
+        pending = [name]
         seen = reached[name] = set()
-        while left:
-            found = {other for other in imported(left.pop()) if other in files()} - seen
-            seen |= found
-            left += found
+        while pending:
+            new = {other for other in imported(pending.pop()) if other in files()} - seen
+            seen |= new
+            pending += new
     mutual = {frozenset(other for other in seen if name in reached[other]) for name, seen in reached.items()}
     return sorted(sorted(each) for each in mutual if len(each) > 1)
 
@@ -120,19 +120,19 @@ def needs(name: str, gone: Iterable[str]) -> bool:
     """
     missing = set(gone)
     folder = Path(name).parent.relative_to("tests").as_posix()
-    here = [each for each in files() if Path(each).parent.as_posix() == folder]
-    if here and missing.issuperset(here):
+    tested = [each for each in files() if Path(each).parent.as_posix() == folder]
+    if tested and missing.issuperset(tested):
         return True
-    left, seen = [name], {name}
-    while left:
-        for other, is_eager in imported(left.pop()).items():
+    pending, seen = [name], {name}
+    while pending:
+        for other, is_eager in imported(pending.pop()).items():
             if not is_eager:
                 continue
             if other in missing:
                 return True
             if other not in seen and other not in files():
                 seen.add(other)
-                left.append(other)
+                pending.append(other)
     return False
 
 
@@ -140,8 +140,8 @@ def core_tests() -> list[str]:
     """Return the test files that run without the removable wings."""
     gone = [name for name, wing in files().items() if wing in removable()]
     chosen = [ROOT / "tests" / each for each in ALONE]
-    found = [path for each in chosen for path in ([each] if each.is_file() else each.rglob("test_*.py"))]
-    tests = [path.relative_to(ROOT).as_posix() for path in found]
+    paths = [path for each in chosen for path in ([each] if each.is_file() else each.rglob("test_*.py"))]
+    tests = [path.relative_to(ROOT).as_posix() for path in paths]
     return sorted(name for name in tests if not needs(name, gone))
 
 
@@ -175,8 +175,8 @@ def size_table() -> str:
     core = [name for name, owner in files().items() if not owner]
     rows.append(f"| core | {lines(core):,} | {len(core)} | |")
     for wing in WINGS:
-        own = [name for name, owner in files().items() if owner == wing]
-        rows.append(f"| {wing} | {lines(own):,} | {len(own)} | {len(named[wing].get('', ()))} |")
+        names = [name for name, owner in files().items() if owner == wing]
+        rows.append(f"| {wing} | {lines(names):,} | {len(names)} | {len(named[wing].get('', ()))} |")
     return "\n".join(rows)
 
 

@@ -65,7 +65,7 @@ def write_adapter(
 def deltas(folder: Path) -> dict[str, Tensor]:
     """Return what the adapter adds to each weight, by the weight's name."""
     config, tensors = read_adapter_config(folder), load_file(folder / "adapter_model.safetensors")
-    found = {}
+    result = {}
     for name, a in tensors.items():
         if name.endswith(".lora_A.weight"):
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
@@ -75,8 +75,8 @@ def deltas(folder: Path) -> dict[str, Tensor]:
             delta = (tensors[name.replace("embedding_A", "embedding_B")] @ a).T
         else:
             continue
-        found[f"{module}.weight"] = delta * config.scale_of(module)
-    return found
+        result[f"{module}.weight"] = delta * config.scale_of(module)
+    return result
 
 
 @torch.no_grad()

@@ -15,11 +15,11 @@ from tests.harness.waiting import wait_until
 
 
 def children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for task in _tasks(pid):
         with contextlib.suppress(OSError):
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
