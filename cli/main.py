@@ -1,6 +1,6 @@
-"""`mini-infer COMMAND`: picks the command and turns its errors into one line and an exit code.
+"""`mini-infer COMMAND`: runs the command and turns its errors into one line and an exit code.
 
-Knows the commands by name only; each one's module is imported when it is run, so that `--help` is instant.
+Knows commands only by name: it imports the module of a command to run it, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def usage() -> str:
-    """The help text of the program itself."""
+    """Return the help text of the program itself."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     more = "mini-infer COMMAND --help tells more; --version tells the version."
@@ -35,7 +35,7 @@ def usage() -> str:
 
 
 def run_command(name: str, argv: Sequence[str]) -> int:
-    """Run one command; its exit code. A MiniInferError becomes one line on stderr."""
+    """Run one command and return its exit code. A MiniInferError becomes one line on stderr."""
     try:
         require_wing(COMMANDS[name][0], f"mini-infer {name}")
         result: int = importlib.import_module(COMMANDS[name][0]).run(list(argv))

@@ -1,1 +1,1 @@
-"""A local cluster of child processes: its plan, its services' lives, and `mini-infer serve`."""
+"""A local cluster of child processes: its plan, the supervision of its services, and `mini-infer serve`."""

@@ -1,7 +1,7 @@
 """Run a service as a child of `serve` that can't outlive it: `python -m cli.cluster.child PID MODULE ARGS...`.
 
-The kernel kills this process when its parent, PID, ends in whatever way, SIGKILL included. It knows nothing of
-the module that it runs. (A `preexec_fn` could set the same bit, but is unsafe in a process with threads.)
+The kernel kills this process when its parent, PID, ends in any way, SIGKILL included. It knows nothing of the
+module that it runs. (A `preexec_fn` could set the same bit, but is unsafe in a process with threads.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def child_command(module: str, argv: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The command line that runs `module` as a child of this process."""
+    """Return the command line that runs `module` as a child of this process."""
     return (sys.executable, "-m", "cli.cluster.child", str(os.getpid()), module, *argv)
 
 
 def child_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env`, and what a child and its own children need to find our packages from any working directory.
+    """Extend `env` so that a child and its own children find our packages from any working directory.
 
-    PYTHONSAFEPATH: our packages have short names, and a `common` or `engine` of the user's may lie in that directory.
+    PYTHONSAFEPATH: our packages have short names, and the user may have a `common` or `engine` in that directory.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH", "")])])

@@ -1,4 +1,4 @@
-"""Flags and environment of `mini-infer serve`, as one `ClusterConfig`. Starts nothing; picks ports that are free."""
+"""Reads flags and environment of `mini-infer serve` into one `ClusterConfig`. Picks free ports; starts nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.config import WorkerConfig
 
 T = TypeVar("T")
 
-# A later group takes over the flags that it shares with an earlier one.
+# A flag that two groups share belongs to the later one.
 GROUPS: tuple[tuple[str, type[Any]], ...] = (
     ("workers", WorkerConfig),
     ("HTTP connections", HttpConfig),
@@ -27,7 +27,7 @@ GROUPS: tuple[tuple[str, type[Any]], ...] = (
     ("engine of each worker", EngineConfig),
     ("cluster", ServeConfig),
 )
-# Fields that the cluster sets itself, or that another class has under the same name: no flag and no variable.
+# Fields without flag and variable: the cluster sets them itself, or another class has a field of the same name.
 SET_BY_CLUSTER: dict[type[Any], tuple[str, ...]] = {
     WorkerConfig: ("host", "port", "worker_id", "advertise_host", "run_dir", "agent_socket", "metrics_port"),
     RouterConfig: ("prefill", "decode", "model", "models", "cluster_token", "metrics_port", "drain_grace_seconds"),
@@ -45,7 +45,7 @@ if HAS_AGENT:
 
 
 def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
-    """All flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
+    """Build the parser of all flags of `serve`: its own, the engine's, the router's, the workers' and the agent's."""
     parser = SettingsParser(prog=prog, description=ServeConfig.__doc__, conflict_handler="resolve")
     parser.instead = from_wing("cli.hints.vllm:INSTEAD_OF_VLLM") or {}
     for title, cls in GROUPS:
@@ -54,14 +54,14 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
 
 
 def no_gpus(_device: str) -> Sequence[str]:
-    """The GPUs of a machine whose workers run on its CPU."""
+    """Return the GPUs of a machine whose workers run on its CPU."""
     return ()
 
 
 def parse_config(
     argv: Sequence[str], env: Mapping[str, str], find_gpus: Callable[[str], Sequence[str]] = no_gpus
 ) -> ClusterConfig:
-    """Flags first, then MINI_INFER_* variables, then what suits the GPUs that there are for a --device.
+    """Take settings from flags, then MINI_INFER_* variables, then what suits the GPUs of the --device.
 
     Raises ConfigError.
     """
@@ -84,7 +84,7 @@ def parse_config(
     prefill, decode = (1 if count < 0 else count for count in (serve.prefill, serve.decode))
     serve = dataclasses.replace(serve, prefill=prefill, decode=decode)
     router_port, agent_port, *ports = free_ports(2 + prefill + decode)
-    if not HAS_GPUS:  # all workers take the first one, if there is one
+    if not HAS_GPUS:  # all workers share the first GPU, if there is one
         gpu = dataclasses.replace(gpu, gpu_memory_fraction=round(gpu.gpu_memory_fraction / len(ports), 4))
     workers = [
         LocalWorker(role, f"{role}-{number}", port, engine, gpu)

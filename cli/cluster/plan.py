@@ -1,4 +1,4 @@
-"""Plan of a local cluster: its services and their flags. Pure: settings in, `ServiceSpec`s out.
+"""Plan of a local cluster: its services and their flags. Pure: takes settings, returns `ServiceSpec`s.
 
 Knows the settings classes of all services; starts nothing and picks no port.
 """
@@ -23,7 +23,7 @@ from worker.config import WorkerConfig
 
 MAX_PORT = (1 << 16) - 1
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SECRETS = ("cluster_token", "api_key")  # passed by environment: a command line is readable by every user
+SECRETS = ("cluster_token", "api_key")  # passed by environment: every user can read a command line
 
 
 @with_wings("cli", "serve_settings")
@@ -55,7 +55,7 @@ class ServeConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class LocalWorker:
-    """One worker, and what it takes of this machine. visible: `gpus`, then the others, whose pools it can map."""
+    """One worker and its part of this machine. visible: its `gpus`, then the others, whose pools it can map."""
 
     role: str
     name: str
@@ -68,7 +68,7 @@ class LocalWorker:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The settings of all services of one cluster, and the loopback ports that they will use.
+    """Settings of all services of one cluster, and the loopback ports that they will use.
 
     agent: the node agent, if there is one (`cli/host_tier`). workers: prefill workers first.
     """
@@ -80,17 +80,17 @@ class ClusterConfig:
     engine: EngineConfig
     agent: Any
     workers: tuple[LocalWorker, ...]
-    why_these_workers: str = ""  # why there are so many of so many ranks, where that was not given
+    why_these_workers: str = ""  # why this many workers and ranks, if no flag gave the numbers
 
     @property
     def url(self) -> str:
-        """The router's, on this machine."""
+        """URL of the router, on this machine."""
         host = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}.get(self.router.host, self.router.host)
         return f"http://{with_port(host, self.router.port)}"
 
     @property
     def metrics_ports(self) -> dict[str, int]:
-        """Metrics port by service. Empty: none."""
+        """Metrics port of each service; empty without metrics ports."""
         if not self.serve.metrics_port:
             return {}
         names = [worker.name for worker in self.workers] + ["agent"] * bool(self.agent) + ["router"]
@@ -98,17 +98,17 @@ class ClusterConfig:
 
 
 def workers_of(config: ClusterConfig) -> str:
-    """Number of workers by role."""
+    """Describe the number of workers of each role."""
     return f"{config.serve.prefill} prefill, {config.serve.decode} decode"
 
 
 def addresses(workers: Sequence[LocalWorker], role: str) -> str:
-    """Addresses of a role's workers as a router's flag lists them."""
+    """List the addresses of a role's workers in the form of the router's flag."""
     return ",".join(f"{LOOPBACK}:{worker.port}" for worker in workers if worker.role == role)
 
 
 def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], token: str) -> list[ServiceSpec]:
-    """The services of the cluster. `token` is the secret that they will share, unless the settings have one."""
+    """Plan the services of the cluster. token: the secret that they share, unless the settings have one."""
     secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}
     plan = Plan(config, run_dir, env, secrets)
     agent = [config.agent.spec(plan)] if config.agent else []
@@ -117,7 +117,7 @@ def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], t
 
 @dataclass(frozen=True)
 class Plan:
-    """What the services have in common. The router stops first, then workers."""
+    """Plans each service from what they have in common. The router stops first, then workers."""
 
     config: ClusterConfig
     run_dir: Path
@@ -162,7 +162,7 @@ class Plan:
     def spec(
         self, name: str, module: str, settings: Sequence[Any], health: str, visible: str = "", **stages: Any
     ) -> ServiceSpec:
-        """A service with these settings. visible: GPUs; stages: further fields of the service."""
+        """Return the spec of a service with these settings. visible: its GPUs; stages: further fields of the spec."""
         public = [dataclasses.replace(part, **dict.fromkeys(_secrets_of(part), "")) for part in settings]
         argv = tuple(flag for part in public for flag in to_argv(part))
         env = _child_env(self.env, settings, self.secrets) | ({VISIBLE: visible} if visible else {})
@@ -174,9 +174,9 @@ def _secrets_of(settings: Any) -> set[str]:
 
 
 def _child_env(env: Mapping[str, str], settings: Sequence[Any], secrets: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a service, with the secrets that it has a setting for and no others.
+    """Return the environment of a service, with only those secrets that it has a setting for.
 
-    Our own settings are on the command line by now; left in the environment they would override defaults.
+    Our own settings are on the command line; variables left in the environment would override its defaults.
     """
     kept = {name: value for name, value in env.items() if not name.startswith(ENV_PREFIX)}
     needed = {name: secrets[name] for part in settings for name in _secrets_of(part)}

@@ -1,4 +1,4 @@
-"""Checks for free ports of this machine."""
+"""Checks and reserves ports of this machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from common.net.hosts import socket_family
 
 LOOPBACK = "127.0.0.1"
 MAX_RESERVED = 128
-_reserved: deque[int] = deque()  # descriptors, open as long as this process lives unless it takes many more
+_reserved: deque[int] = deque()  # open descriptors; the oldest are closed beyond MAX_RESERVED
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
-    """Raise ConfigError when the port cannot be listened on."""
+    """Raise ConfigError if nobody can listen on the port."""
     with socket.socket(socket_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -31,10 +31,10 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
 
 
 def free_ports(count: int) -> range:
-    """Loopback ports, one after the other, for services that this process starts."""
+    """Reserve `count` consecutive loopback ports for services that this process starts."""
     while True:
         first = _reserve(0)
-        with contextlib.suppress(OSError, OverflowError):  # one of the next is taken, or there is none
+        with contextlib.suppress(OSError, OverflowError):  # one of the next ports is taken or does not exist
             for port in range(first + 1, first + count):
                 _reserve(port)
             while len(_reserved) > MAX_RESERVED + count:
@@ -43,16 +43,16 @@ def free_ports(count: int) -> range:
 
 
 def _reserve(port: int) -> int:
-    """Bind a socket to the port, 0 for any that is free. Raises OSError when it is taken.
+    """Bind a socket to the port, or for 0 to any free port; return the port. Raises OSError when it is taken.
 
-    The socket does not listen. While it is open neither another caller nor an outgoing connection is given the port;
-    a service can still listen there, since servers set SO_REUSEADDR.
+    The socket does not listen. While it is open, the kernel gives the port neither to another caller nor to an
+    outgoing connection; a service can still listen there, since servers set SO_REUSEADDR.
     """
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((LOOPBACK, port))
-    except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+    except BaseException:  # Ctrl-C and cancelled tasks, too: the socket must not stay open
         probe.close()
         raise
     found = int(probe.getsockname()[1])

@@ -12,7 +12,7 @@ from common.wings import require_wing
 
 
 class StartDisplay:
-    """Context manager. Log lines and states come in any order."""
+    """Context manager that shows log lines and states, in any order."""
 
     def __init__(self, names: list[str], show_logs: bool, log_format: str = "text") -> None:
         self._show_logs = show_logs
@@ -37,26 +37,26 @@ class StartDisplay:
         return time.monotonic() - self._begin
 
     def line(self, name: str, text: str) -> None:
-        """One line of a service's log."""
+        """Show one line of a service's log."""
         if self._show_logs:
             self._write(name, text)
 
     def reveal(self, name: str, lines: Sequence[str]) -> None:
-        """Show lines that were held back, because they say why the service ended."""
+        """Show lines that were hidden so far, because they say why the service ended."""
         if not self._show_logs:
             self._show_logs = True
             for text in lines:
                 self.line(name, text)
 
     def state(self, name: str, state: str) -> None:
-        """A service changed its state."""
+        """Show that a service has changed its state."""
         self._write("serve", f"{name}: {state}")
 
     def status(self, name: str, text: str) -> None:
-        """A service says what it is doing."""
+        """Take a service's own report of what it is doing; not shown here."""
 
     def tell(self, text: str) -> None:
-        """A line of `serve` itself, which is no service."""
+        """Show a line of `serve` itself."""
         write_line(self._own_line(text), sys.stderr)
 
     def _write(self, name: str, text: str) -> None:

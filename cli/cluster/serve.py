@@ -29,12 +29,12 @@ from common.model_files import DEFAULT_MODEL_NAME, resolve_model
 from common.wings import call_wing, from_wing
 
 FAILED_START_GRACE_SECONDS = 3.0
-BETTER_MODEL = "Qwen/Qwen3-0.6B"  # than the default one, for those who reach the hub
+BETTER_MODEL = "Qwen/Qwen3-0.6B"  # better than the default model, for users who can reach the hub
 _REMOVE_AT_END_OF_PIPE = 'read -r _; rm -rf -- "$1"'
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command. Exit code 0 after Ctrl-C or SIGTERM; errors are raised."""
+    """Run the command. Returns exit code 0 after Ctrl-C or SIGTERM; raises errors."""
     config = parse_config(argv, os.environ, from_wing("cli.gpus.placement:find_gpus") or no_gpus)
     check_ports(config)
     model = resolve_model(config.engine.model)
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def check_ports(config: ClusterConfig) -> None:
-    """Raise ConfigError for a port that another program has, or that the cluster needs twice."""
+    """Raise ConfigError for a port that another program uses, or that the cluster needs twice."""
     check_port(config.router.host, config.router.port)
     for name, port in config.metrics_ports.items():
         if port == config.router.port:
@@ -65,9 +65,9 @@ def check_ports(config: ClusterConfig) -> None:
 
 
 def ready_message(config: ClusterConfig, model_name: str) -> str:
-    """The message with the cluster's address and a command to try."""
+    """Return the message with the cluster's address and a command to try."""
     name = config.router.served_model_name or model_name
-    # Bounded: a small model that misses its end would go on until its context is full.
+    # max_tokens: a small model that misses its end would generate until its context is full.
     messages = '[{"role": "user", "content": "Why is the sky blue?"}]'
     body = f'{{"model": "{name}", "max_tokens": 100, "messages": {messages}}}'
     key = " -H 'Authorization: Bearer '$MINI_INFER_API_KEY" if config.router.api_key else ""
@@ -83,7 +83,7 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
     starting: asyncio.Task[None] | None = None
 
     def on_signal() -> None:
-        if stopping.is_set():  # asked twice: now
+        if stopping.is_set():  # the second signal: stop at once
             supervisor.kill()
         stopping.set()
         if starting is not None:
@@ -112,15 +112,15 @@ async def _serve(supervisor: Supervisor, display: StartDisplay, message: str) ->
 
 @contextlib.contextmanager
 def run_directory() -> Iterator[Path]:
-    """A private directory for the cluster's Unix sockets, with mode 0700, gone when the cluster is, however it ends.
+    """Make a private directory (mode 0700) for the cluster's Unix sockets; it is removed however the cluster ends.
 
-    A shell that waits for the end of a pipe removes it: the pipe ends when we close it, and also when we are killed,
-    so that not even SIGKILL leaves the directory behind.
+    A shell that waits for the end of a pipe removes it. The pipe ends when we close it and also when we are killed,
+    so that even after SIGKILL no directory is left.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     base = runtime if runtime and os.access(runtime, os.W_OK) else tempfile.gettempdir()
     path = Path(tempfile.mkdtemp(prefix="mini-infer-", dir=base))
-    with subprocess.Popen(  # at the end of the block its input is closed, and its end is waited for
+    with subprocess.Popen(  # leaving the block closes its input and waits for its end
         ["/bin/sh", "-c", _REMOVE_AT_END_OF_PIPE, "sh", str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
-"""One service as a child process: start, output line by line, exit, SIGTERM, SIGKILL of all that it started.
+"""One service as a child process: start, output line by line, exit, SIGTERM, SIGKILL of its whole session.
 
-Knows nothing of other services, of readiness, or of when to start it again.
+Knows nothing of other services, of readiness, or of restarts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.process import NOTIFY_SOCKET
 from common.wings import has_wing
 
 TAIL_LINES = 12
-NOT_STARTED = 126  # a shell's exit code for a command that it can't start
+NOT_STARTED = 126  # the exit code of shells for a command that they cannot start
 MAX_LINE_BYTES = 1 << 16
 
 
@@ -33,11 +33,11 @@ class ServiceSpec:
     stop_stage: int = 0
     grace_seconds: float = 5.0  # between SIGTERM and SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)  # the whole environment
-    status_socket: str = ""  # path where it may say what it does, see `cli/start_progress`; empty: nowhere
+    status_socket: str = ""  # path where it reports what it does, see `cli/start_progress`; empty: it does not
 
 
 class Service:
-    """One running service: its process, its output line by line, and what it says that it is doing."""
+    """One running service: its process, its output line by line, and its reports of what it is doing."""
 
     def __init__(self, spec: ServiceSpec, display: StartDisplay) -> None:
         self.spec = spec
@@ -46,12 +46,12 @@ class Service:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._is_swept = False  # whether all of its session is gone
+        self._is_swept = False  # its whole session is gone
 
     async def spawn(self) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches us alone and we stop it in order.
+        """Start the process in its own session, so that Ctrl-C reaches only us and we stop services in order.
 
-        Without memory, descriptors or the program, it has ended at once: `wait` returns NOT_STARTED.
+        If the process cannot be started, for lack of memory, descriptors or the program, `wait` returns NOT_STARTED.
         """
         self.tail.clear()
         self._process = self._reader = None
@@ -68,7 +68,7 @@ class Service:
             self._status = await read_statuses(self.spec.status_socket, partial(self._display.status, self.spec.name))
         if self._status is not None:
             env[NOTIFY_SOCKET] = self.spec.status_socket
-        # A pipe of our own: with asyncio's, `wait` would last until every other holder of its write end is gone.
+        # Our own pipe: with asyncio's, `wait` would last until every other holder of its write end is gone.
         read_end, write_end = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -79,7 +79,7 @@ class Service:
                 env=env,
                 start_new_session=True,
             )
-        except BaseException:  # Ctrl-C and cancelled tasks, too: what was opened must not stay open
+        except BaseException:  # Ctrl-C and cancelled tasks, too: the pipe must not stay open
             os.close(read_end)
             raise
         finally:
@@ -88,11 +88,11 @@ class Service:
         self._reader = asyncio.create_task(self._read(read_end))
 
     async def wait(self) -> int:
-        """Wait until it has ended, its output is read and its own children are gone; return the exit code."""
+        """Wait until the service has ended, its output is read and its children are gone; return the exit code."""
         if self._process is None or self._reader is None:
             return NOT_STARTED
         code = await self._process.wait()
-        self.kill()  # what the service started has no parent now
+        self.kill()  # the children of the service have no parent now
         self._is_swept = True
         if self._status is not None:
             self._status.close()
@@ -101,13 +101,13 @@ class Service:
         return code
 
     def kill(self) -> None:
-        """SIGKILL for the service and everything in its session, while there is something: ids are used again."""
+        """Send SIGKILL to the service's whole session, unless it is gone: the kernel reuses ids."""
         if self._process is not None and not self._is_swept:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self, grace_seconds: float) -> None:
-        """SIGTERM, up to `grace_seconds`, then SIGKILL."""
+        """Send SIGTERM, wait up to `grace_seconds`, then send SIGKILL."""
         if self._process is None:
             return
         if self._process.returncode is None:

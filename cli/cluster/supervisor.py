@@ -1,6 +1,6 @@
-"""Supervisor of a set of services: start, wait until one ends, stop in order.
+"""Supervisor of a set of services: starts them, waits until one ends, stops them in order.
 
-Knows processes, health targets and exit codes; not what the services do, nor what their flags mean. Calls
+Knows processes, health targets and exit codes, but not what the services do or what their flags mean. Calls
 `common.net.healthcheck` for readiness.
 """
 
@@ -22,7 +22,7 @@ CHECK_SECONDS = 1.0
 
 
 class StartError(MiniInferError):
-    """A service ended before it was ready. `tail`: what it wrote last."""
+    """A service ended before it was ready. tail: the last lines that it wrote."""
 
     def __init__(self, message: str, name: str, tail: Sequence[str]) -> None:
         super().__init__(message)
@@ -31,13 +31,13 @@ class StartError(MiniInferError):
 
 
 class ServiceDiedError(MiniInferError):
-    """A service died, and the cluster is to end with it."""
+    """A service died, and the cluster shall end with it."""
 
 
 class Supervisor:
-    """`start`, then `run` until the event is set, then `stop`. `stop` is due whatever happened before.
+    """Call `start`, then `run`, and `stop` in any case.
 
-    keep: what becomes of each service once it is ready.
+    keep: called for each service once it is ready; watches it and perhaps restarts it.
     """
 
     def __init__(self, specs: Sequence[ServiceSpec], display: StartDisplay, keep: Keep) -> None:
@@ -46,16 +46,16 @@ class Supervisor:
         self._keep = keep
 
     async def start(self) -> None:
-        """Start all services; returns when all are ready. Raises StartError for one that ends."""
+        """Start all services and return when all are ready. Raises StartError if one ends."""
         try:
             async with asyncio.TaskGroup() as group:
                 for service in self._services:
                     group.create_task(self._start_one(service))
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the first death explains; the others were cancelled by it
+            raise errors.exceptions[0] from None  # the first death is the cause: it cancelled the others
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Keep all services until `stopping` is set. Raises ServiceDiedError where one ends for good."""
+        """Keep all services until `stopping` is set. Raises ServiceDiedError if one ends for good."""
         waits: list[Coroutine[Any, Any, object]] = [self._keep(self, service) for service in self._services]
         tasks = [asyncio.create_task(wait) for wait in (*waits, stopping.wait())]
         try:
@@ -68,13 +68,13 @@ class Supervisor:
             task.result()
 
     async def stop(self, max_grace_seconds: float = float("inf")) -> None:
-        """Stop all, in stages: SIGTERM, the grace period, SIGKILL."""
+        """Stop all services in the order of their stages: SIGTERM, the grace period, SIGKILL."""
         for stage in sorted({service.spec.stop_stage for service in self._services}):
             members = [service for service in self._services if service.spec.stop_stage == stage]
             await asyncio.gather(*(self._stop_one(service, max_grace_seconds) for service in members))
 
     def kill(self) -> None:
-        """End all at once; `stop` then returns soon."""
+        """Kill all services at once; `stop` then returns soon."""
         for service in self._services:
             service.kill()
 
@@ -86,7 +86,7 @@ class Supervisor:
             raise StartError(death(service, await service.wait(), was_ready=False), name, service.tail)
 
     async def spawn(self, service: Service) -> bool:
-        """Start a service; whether it became ready. If not, it has ended."""
+        """Start a service and return whether it became ready; if not, it has ended."""
         await service.spawn()
         ready = asyncio.create_task(_until_ready(service.spec.health_target))
         ended = asyncio.create_task(service.wait())
@@ -109,7 +109,7 @@ Keep = Callable[[Supervisor, Service], Coroutine[Any, Any, None]]
 
 
 async def until_death(_: Supervisor, service: Service) -> None:
-    """Raise ServiceDiedError when the service ends. `cli/restarts` starts it again."""
+    """Raise ServiceDiedError when the service ends. `cli/restarts` has another that restarts it."""
     raise ServiceDiedError(death(service, await service.wait(), was_ready=True))
 
 
@@ -119,7 +119,7 @@ async def _until_ready(target: str) -> None:
 
 
 def death(service: Service, code: int, was_ready: bool) -> str:
-    """Describe a death. The last line written before the service was ready is its reason; later ones may be any."""
+    """Describe a death. Before the service was ready, its last line is the reason; later it may say anything."""
     name = service.spec.name
     if was_ready:
         return f"{name} ended ({_exit_text(code)})"

@@ -1,1 +1,1 @@
-"""Restarts services of a local cluster that end."""
+"""Restarts of the services of a local cluster."""

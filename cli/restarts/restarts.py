@@ -17,32 +17,31 @@ class RestartPolicy:
     """Decides after each death of one service how long to wait before its restart. Pure; it never gives up.
 
     The first restart is immediate, because open streams wait for it. Every further death doubles the delay, from
-    FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS. The delay is reset if a service was ready for longer than
-    MAX_DELAY_SECONDS.
+    FIRST_DELAY_SECONDS to MAX_DELAY_SECONDS. If the service was ready for longer than that, the delays start anew.
     """
 
     _delay = 0.0
 
     def next_delay(self, ready_seconds: float) -> float:
-        """Return the seconds to wait after a death. ready_seconds: how long the service had been ready; 0: never."""
+        """Return the seconds to wait after a death. ready_seconds: how long the service was ready; 0: never."""
         delay = 0.0 if ready_seconds > MAX_DELAY_SECONDS else self._delay
         self._delay = min(max(FIRST_DELAY_SECONDS, 2 * delay), MAX_DELAY_SECONDS)
         return delay
 
 
 def restarts(config: ServeConfig) -> Keep:
-    """Return what `serve` does with a service that ends."""
+    """Return the function that `serve` calls for each service, to restart it or fail when it ends."""
     return replace_ended if config.of(RestartSettings).exit_on_failure else restart
 
 
 async def restart(supervisor: Supervisor, service: Service, exit_on_failure: bool = False) -> None:
-    """Restart the service without limit. exit_on_failure: raise ServiceDiedError for a death."""
+    """Restart the service whenever it ends. exit_on_failure: raise ServiceDiedError for a death."""
     policy = RestartPolicy()
     loop = asyncio.get_running_loop()
-    is_ready, since = True, loop.time()  # `start` has waited for readiness
+    is_ready, since = True, loop.time()  # `Supervisor.start` waits until it is ready
     while True:
         code = await service.wait()
-        if is_ready and code == 0:  # it was asked to end: a drained worker has finished its requests
+        if is_ready and code == 0:  # an operator stopped it: a drained worker has finished its requests
             supervisor.display.line("serve", f"{service.spec.name} ended normally: replacing it now")
         else:
             reason = death(service, code, is_ready)
@@ -55,5 +54,5 @@ async def restart(supervisor: Supervisor, service: Service, exit_on_failure: boo
 
 
 async def replace_ended(supervisor: Supervisor, service: Service) -> None:
-    """Restart the service only if it ended because it was asked to. Raises ServiceDiedError for a death."""
+    """Restart the service only after a normal end. Raises ServiceDiedError for a death."""
     await restart(supervisor, service, exit_on_failure=True)

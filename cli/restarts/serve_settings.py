@@ -1,4 +1,4 @@
-"""Settings of `serve` for services that die."""
+"""Setting of `serve` for services that die."""
 
 from __future__ import annotations
 
