@@ -4,8 +4,8 @@ A field is a bool, int, float or str, declared with `setting(default, help)`. `f
 the default, `MINI_INFER_<FIELD>`, the flag `--field-name`. A bool gets `--flag` and `--no-flag`. Nothing here knows
 what any setting means; a settings class checks its own values in `__post_init__` with ConfigError.
 
-A wing has its settings in a dataclass of its own, in `settings.py` in its folder. `with_wings` adds those fields to
-the program's class, so that they are there when the wing is.
+A wing declares its settings in its own dataclass, in `settings.py` of its folder. `with_wings` adds those fields to
+the program's class if the wing is installed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ENV_PREFIX = "MINI_INFER_"
 
 
 class SettingsParser(argparse.ArgumentParser):
-    """A parser that answers a mistake in one line: the usage of eighty flags would hide it."""
+    """A parser that reports a mistake in one line: the usage text of eighty flags would hide it."""
 
-    instead: Mapping[str, str] = types.MappingProxyType({})  # what to use in place of flags that other programs have
+    instead: Mapping[str, str] = types.MappingProxyType({})  # flag of another program -> what to use instead
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -39,7 +39,7 @@ class SettingsParser(argparse.ArgumentParser):
         return parsed
 
     def unrecognized(self, arguments: Sequence[str]) -> NoReturn:
-        """End the program with an error that names the flag that was meant, where the wing of hints is there."""
+        """End the program with an error that, with the wing of hints, names the flag that was meant."""
         meant_by = from_wing("common.hints.flags:meant_by")
         meant = meant_by(arguments[0], self._option_string_actions, self.instead) if meant_by else ""
         self.error(f"unrecognized arguments: {' '.join(arguments)}{meant}")
@@ -60,11 +60,11 @@ def setting(
     per_worker: bool = False,
     many: bool = False,
 ) -> Any:
-    """A dataclass field with its help text. `flags` are further names on the command line.
+    """Return a dataclass field with its help text. flags: more names on the command line.
 
-    off: values beside the default that ask for nothing. excludes: refused together with any of the settings named.
-    needs: refused without one of them (`check_together`). per_worker: a file that each worker of a cluster writes.
-    many: a flag may be followed by several values, which are joined by spaces.
+    off: values besides the default that leave the setting off. excludes: settings that it cannot be combined with.
+    needs: settings of which it needs at least one (`check_together`). per_worker: a file that each worker of a
+    cluster writes. many: the flag may be followed by several values, which are joined by spaces.
     """
     metadata = {
         "help": help, "choices": tuple(choices), "flags": tuple(flags),
@@ -75,17 +75,17 @@ def setting(
 
 
 class Settings:
-    """Base of a program's settings, some of which belong to wings."""
+    """Base of a program's settings class, which wings extend."""
 
     wings: ClassVar[tuple[type[Any], ...]] = ()
-    """The settings classes of the wings that are here."""
+    """The settings classes of the installed wings."""
 
     def of(self, wing: type[T]) -> T:
-        """The settings of one wing. Raises ConfigError for values that cannot work."""
+        """Return the settings of one wing. Raises ConfigError for values that cannot work."""
         return wing(**{field.name: getattr(self, field.name) for field in dataclasses.fields(wing)})  # type: ignore[arg-type]
 
     def check_together(self) -> None:
-        """Check all wings' settings. Raises ConfigError for settings that exclude each other, or lack others."""
+        """Check all wings' settings. Raises ConfigError for one that another excludes or that lacks another."""
         for wing in self.wings:
             self.of(wing)
         fields = {field.name: field.metadata for field in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -100,9 +100,9 @@ S = TypeVar("S", bound=Settings)
 
 
 def with_wings(package: str, module: str = "settings") -> Callable[[type[S]], type[S]]:
-    """Add to a settings class the fields of the dataclasses in the modules of that name in the package's folders.
+    """Add to a settings class the fields of wings: of the dataclass in `module` of each folder of the package.
 
-    Type checkers do not see them, so that only a wing reads its own, by `Settings.of`.
+    Type checkers do not see these fields, so that only the wing itself reads them, by `Settings.of`.
     """
 
     def extend(cls: type[S]) -> type[S]:
@@ -126,7 +126,7 @@ def with_wings(package: str, module: str = "settings") -> Callable[[type[S]], ty
 
 
 def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: Collection[str] = ()) -> None:
-    """Add a flag per field of `cls`, but none for the fields in `without`.
+    """Add a flag for each field of `cls` except those in `without`.
 
     Absent flags stay absent, so that the environment can fill them.
     """
@@ -160,7 +160,7 @@ def from_namespace(
 ) -> T:
     """Build `cls` from parsed flags and the environment. Raises ConfigError for a value that does not parse.
 
-    fixed: fields that have these values, whatever flags and environment say.
+    fixed: values of fields that take precedence over flags and environment.
     """
     env = os.environ if env is None else env
     fixed = fixed or {}
@@ -188,28 +188,28 @@ def require(ok: bool, message: str) -> None:
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Raise ConfigError for the first of these settings that is below zero."""
+    """Raise ConfigError for the first of these settings that is negative."""
     for name in names:
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise ConfigError for the first of these settings that is not above zero."""
+    """Raise ConfigError for the first of these settings that is not positive."""
     for name in names:
         if not getattr(config, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive")
 
 
 def from_args(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = None) -> T:
-    """Parse a whole command line into `cls`."""
+    """Build `cls` from a whole command line and the environment."""
     parser = SettingsParser(prog=prog, description=(cls.__doc__ or "").strip().splitlines()[0])
     add_arguments(parser, cls)
     return from_namespace(cls, parser.parse_args(argv))
 
 
 def to_argv(config: Any) -> list[str]:
-    """The command line that rebuilds `config`: its fields that differ from their defaults."""
+    """Return the command line that rebuilds `config`: flags of the fields that differ from their defaults."""
     argv: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

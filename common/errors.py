@@ -1,4 +1,4 @@
-"""The exceptions that a user, a peer or the network can cause, and the one table that maps them.
+"""Exceptions that a user, a peer or the network can cause, and the one table that maps them to statuses.
 
     MiniInferError
     ├── InvalidRequestError      the request is wrong                  INVALID_ARGUMENT     400
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 
 class MiniInferError(Exception):
-    """Base of all errors whose message may be shown to the client or user that caused them."""
+    """Base of all errors whose message the client or user that caused them may see."""
 
 
 class InvalidRequestError(MiniInferError):
-    """A request that can never work as it is. `param` names the field."""
+    """A request that can never work as it is. param: the name of the wrong field."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class InvalidRequestError(MiniInferError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt, or prompt and output, exceed the model's context. In OpenAI's words, which clients search for."""
+    """Prompt, or prompt and output, exceed the model's context. Worded as OpenAI does: clients search for that."""
 
     def __init__(self, max_model_len: int, however: str, param: str | None = "messages") -> None:
         message = f"This model's maximum context length is {max_model_len} tokens. However, {however}."
@@ -45,11 +45,11 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnauthenticatedError(MiniInferError):
-    """Credential missing or wrong."""
+    """The credential is missing or wrong."""
 
 
 class NotFoundError(MiniInferError):
-    """No such model, worker or request."""
+    """The model, worker or request does not exist."""
 
 
 class ConfigError(MiniInferError):
@@ -61,7 +61,7 @@ class UnsupportedModelError(ConfigError):
 
 
 class HandshakeError(ConfigError):
-    """Two parts of a cluster that do not fit; the message says what differs."""
+    """Two parts of a cluster do not fit together; the message says what differs."""
 
 
 class OverloadedError(MiniInferError):
@@ -73,10 +73,10 @@ class OverloadedError(MiniInferError):
 
 
 class UnavailableError(MiniInferError):
-    """Nobody can serve this now: no worker, draining, connection lost."""
+    """Nobody can serve the request now: no worker, draining, connection lost."""
 
 
-GRAMMAR_REFUSED = "the grammar "  # how every message begins that refuses a client's grammar, wherever it was found
+GRAMMAR_REFUSED = "the grammar "  # begins every message that refuses a client's grammar, wherever the fault was found
 
 
 class DeadlineExceededError(MiniInferError):
@@ -84,23 +84,23 @@ class DeadlineExceededError(MiniInferError):
 
 
 class TransferError(MiniInferError):
-    """KV blocks could not be read, or are not the blocks they should be."""
+    """KV blocks could not be read, or have the wrong content."""
 
 
 class EngineError(MiniInferError):
-    """One request failed inside an engine step; the others go on."""
+    """One request failed inside an engine step; the others continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorMapping:
-    """One exception type's gRPC and HTTP status."""
+    """gRPC and HTTP status of one exception type."""
 
-    grpc_status: str  # name in grpc.StatusCode and, where it exists, in FailureCode
+    grpc_status: str  # name in grpc.StatusCode and, if it has it, in FailureCode
     http_status: int
     openai_type: str
 
 
-# Ordered from special to general; the first entry that matches counts.
+# Ordered from special to general: the first match applies.
 ERROR_TABLE: tuple[tuple[type[BaseException], ErrorMapping], ...] = (
     (InvalidRequestError, ErrorMapping("INVALID_ARGUMENT", 400, "invalid_request_error")),
     (UnauthenticatedError, ErrorMapping("UNAUTHENTICATED", 401, "authentication_error")),
@@ -116,7 +116,7 @@ INTERNAL = ErrorMapping("INTERNAL", 500, "server_error")
 
 
 def mapping_for(error: BaseException) -> ErrorMapping:
-    """The table's entry for `error`; anything unknown is internal."""
+    """Return the table's entry for `error`; unknown errors are internal."""
     for kind, mapping in ERROR_TABLE:
         if isinstance(error, kind):
             return mapping
@@ -124,13 +124,13 @@ def mapping_for(error: BaseException) -> ErrorMapping:
 
 
 def public_message(error: BaseException) -> str:
-    """The message that a client may see: our own errors' text, nothing of an unexpected error's."""
+    """Return the message that a client may see: the text of our own errors, none of an unexpected error's."""
     return str(error) if isinstance(error, MiniInferError) else "internal error"
 
 
 def traceback_text(error: BaseException) -> str:
-    """Format the stack of `error` and its causes. Messages are left out unless they are ours: that of a built-in
-    exception may quote the value that it stumbled over, such as a prompt."""
+    """Format the stack of `error` and its causes. Only our own errors' messages are included: a built-in exception
+    may quote the value that caused it, such as a prompt."""
     parts: list[str] = []
     seen: set[int] = set()
     current: BaseException | None = error

@@ -1,4 +1,4 @@
-"""One line per event, for a person or, as JSON, for a program. Prompts and outputs are never logged."""
+"""The log: one line per event, as text for people or as JSON for programs. Never has prompts or outputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FORMAT_HELP = (
 )
 MAX_LINES, WINDOW_SECONDS = 10, 10.0  # see RateLimit
 _TEXT = "%(asctime)s %(levelname).1s %(name)s | %(message)s"
-_CHOICE_OR_LEG = re.compile(r"-\d{1,9}(\.\d+)?$")  # what follows a request's id in the name of a choice or leg of it
+_CHOICE_OR_LEG = re.compile(r"-\d{1,9}(\.\d+)?$")  # suffix of a choice's or leg's name after the request's id
 
 
 def about(name: str) -> dict[str, str]:
-    """The `extra` of a line about the request, choice or leg of that name: the request's id, as its client knows it.
+    """Return the `extra` of a line about the request, choice or leg `name`: the request's id, as its client knows it.
 
     Empty for an empty name.
     """
@@ -31,7 +31,7 @@ def about(name: str) -> dict[str, str]:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as text, with the id of the request that it is about, if its message lacks it."""
+    """Formats a record as text; appends the id of the request that it is about if the message lacks it."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT, "%H:%M:%S")
@@ -43,7 +43,7 @@ class TextFormatter(logging.Formatter):
 
 
 def setup_logging(program: str, level: str, log_format: str) -> None:
-    """Send this process's log to stderr, as that of `program`. Raises ConfigError for a format that is not here."""
+    """Send the log of this process to stderr, as that of `program`. Raises ConfigError for an unavailable format."""
     logging.basicConfig(level=level.upper(), stream=sys.stderr, force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     logging.getLogger().handlers[0].setFormatter(TextFormatter())
@@ -55,21 +55,21 @@ def setup_logging(program: str, level: str, log_format: str) -> None:
 
 
 def current_format() -> str:
-    """The format that this process logs in."""
+    """Return the format that this process logs in."""
     logs_json = from_wing("common.json_logs.formatter:logs_json")
     return "json" if logs_json and logs_json() else "text"
 
 
 def write_line(text: str, stream: TextIO) -> None:
-    """Write one line at once. What cannot be written is lost, and the program goes on: a disk may be full, and the
-    reader of a pipe may have left.
+    """Write and flush one line. If that fails, as the disk is full or the reader of a pipe has left, the line is lost
+    and the program goes on.
     """
     with contextlib.suppress(OSError):
         print(text, file=stream, flush=True)
 
 
 def report_end(program: str, error: Exception) -> None:
-    """Say why a program ends, on a line of its own."""
+    """Report on one line why a program ends."""
     if current_format() == "json":
         logging.getLogger(program).error("%s", error)
     else:
@@ -77,10 +77,10 @@ def report_end(program: str, error: Exception) -> None:
 
 
 class RateLimit(logging.Filter):
-    """At most MAX_LINES per WINDOW_SECONDS from each line of code; the next one says how many were left out.
+    """Passes at most MAX_LINES per WINDOW_SECONDS of each line of code; the next one says how many were left out.
 
-    For what a stranger can cause any number of times: `logger.addFilter(RateLimit())`, where `logger` is made. What
-    other loggers say does not count.
+    For messages that a stranger can cause any number of times: call `logger.addFilter(RateLimit())` where `logger`
+    is made. Lines of other loggers do not count.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Metrics: the core's list of names, kinds and label sets, and a small set to observe them with.
+"""Metrics: the core's list of names, kinds and label sets, and `MetricSet` to observe them.
 
-Names that begin with `vllm:` are those that vLLM's dashboards query; `mini_infer_` ones exist only here. A program
-makes one `MetricSet` with its constant labels and asks it for the metrics that it fills; labels come from fixed
-sets, never from clients. A wing has its list, METRICS, in `metrics.py` in its folder (`wing_specs`). Nothing here
-listens: `render` returns the text.
+Names that begin with `vllm:` are those that vLLM's dashboards query; those with `mini_infer_` are our own. A program
+makes one `MetricSet` with its constant labels and asks it for the metrics that it fills. Label values come from
+fixed sets, never from clients. A wing lists its metrics as METRICS in `metrics.py` of its folder (`wing_specs`).
+Nothing here listens on a port: `render` returns the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common.errors import ConfigError
 from common.wings import wing_modules
 
 M = TypeVar("M", bound=Gauge | Counter | Histogram)
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `render`
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of the text that `render` returns
 
 _LATENCY = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -39,9 +39,9 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_0
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """A metric without its constant labels. Counters get `_total` from the exposition format.
+    """A metric without its constant labels. The exposition format appends `_total` to counters.
 
-    values: of the label of a wing's metric, in the order of its figures; empty: their numbers.
+    values: values of the label of a wing's metric, in the order of its figures; empty: the figures' indices.
     """
 
     name: str
@@ -64,8 +64,8 @@ def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) ->
     return MetricSpec(name, "histogram", help, labels, buckets)
 
 
-# A series comes from one kind of service (docs/decisions/metrics-and-dashboards.md), so that sums over all services
-# are right: requests are the router's, steps and blocks the workers', host memory the agent's.
+# Only one kind of service exports a series (docs/decisions/metrics-and-dashboards.md), so that sums over all services
+# are right: the router exports requests, workers export steps and blocks, the agent exports host memory.
 ROUTER_SPECS: tuple[MetricSpec, ...] = (
     counter("vllm:prompt_tokens", "Prompt tokens of choices that have had their first token"),
     counter("vllm:generation_tokens", "Tokens generated, those of open choices included"),
@@ -97,14 +97,14 @@ SPECS = (*ROUTER_SPECS, START_TIME)
 
 
 def wing_specs(package: str) -> tuple[MetricSpec, ...]:
-    """The metrics of a package's wings."""
+    """Return the metrics of a package's wings."""
     return tuple(spec for module in wing_modules(package, "metrics") for spec in module.METRICS)
 
 
 class StepHistogram:
-    """A histogram that is cheap enough for every token: one bisection and two additions per value.
+    """A histogram cheap enough for every token: one bisection and two additions per value.
 
-    Without labels of its own. Counts are read only on a scrape.
+    It has only the constant labels. Counts are read only on a scrape.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -123,7 +123,7 @@ class StepHistogram:
 
 
 class _StepFamily(Collector):
-    """The step histograms of one name, by their constant labels."""
+    """Step histograms of one name, by their constant labels."""
 
     def __init__(self, spec: MetricSpec) -> None:
         self._spec = spec
@@ -142,10 +142,10 @@ class _StepFamily(Collector):
 
 
 class MetricSet:
-    """The metrics of one program. `labels` are constant, such as model_name.
+    """The metrics of one program. labels: constant labels, such as model_name.
 
-    shares: a set whose `labels` have the same names and other values; `render` of either returns both. wings: metrics
-    beside the core's.
+    shares: another set, whose metrics `render` returns, too; its `labels` have the same names and other values.
+    wings: metrics in addition to the core's.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class MetricSet:
         self._step_families: dict[str, _StepFamily] = shares._step_families if shares else {}
 
     def gauge(self, name: str, **labels: str) -> Gauge:
-        """The gauge `name`; `labels` must be those of its spec."""
+        """Return the gauge `name`; `labels` must be those of its spec."""
         return self._child(Gauge, name, labels)
 
     def counter(self, name: str, **labels: str) -> Counter:
@@ -168,7 +168,7 @@ class MetricSet:
         return self._child(Histogram, name, labels)
 
     def step_histogram(self, name: str) -> StepHistogram:
-        """The histogram `name` for observations per token. To be asked for once."""
+        """Return the histogram `name` for observations per token. Call it once per name."""
         spec = self._spec_of(name, "histogram", ())
         if name in self._made:
             raise ConfigError(f"metric {name} is a histogram of prometheus_client's already")
@@ -178,7 +178,7 @@ class MetricSet:
         return self._step_families[name].add(self._labels)
 
     def render(self) -> bytes:
-        """All metrics asked for so far, in Prometheus' text format."""
+        """Return all metrics asked for so far, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _child(self, kind: type[M], name: str, labels: Mapping[str, str]) -> M:
@@ -199,5 +199,5 @@ class MetricSet:
 
 
 def export_start_time(metrics: MetricSet) -> None:
-    """Say when this service started and in which version. Every service does: `up` alone has no role in it."""
+    """Export when this service started and its version. Every service does, since `up` has no label for the role."""
     metrics.gauge(START_TIME.name, version=VERSION).set(time.time())

@@ -1,7 +1,7 @@
-"""Resolve `--model`: a directory with safetensors, a .gguf file, a hub id (`org/name`, of GGUF files
+"""Resolves `--model`: a directory with safetensors, a .gguf file, a hub id (`org/name`, for GGUF files
 `org/name:Q4_K_M`), or nothing for the default.
 
-Returns where the files lie; opens them only for a digest.
+Returns where the files are; opens them only for a digest.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """`kind` says how to read `path`: a directory, a GGUF file (or a part of one), or (dry-run) no files at all."""
+    """A model's files. kind: what `path` is: a directory, a GGUF file (or a part of one), or (dry-run) nothing."""
 
-    name: str  # what clients call the model unless it is served under another name
+    name: str  # the name for clients, unless the model is served under another one
     kind: Literal["directory", "gguf", "dry-run"]
     path: Path
 
 
 def resolve_model(model: str, weights: bool = True) -> ModelFiles:
-    """Find the files of `model`. Raises ConfigError with what to do when there are none.
+    """Find the files of `model`. Raises ConfigError, which says what to do, when there are none.
 
-    weights: false where configuration and tokenizer are enough, so that a router downloads no more of a hub id.
+    weights: False downloads only configuration and tokenizer of a hub id, which is enough for a router.
     """
     if model in ("", "default", DEFAULT_MODEL_NAME):
         require_wing("common.gguf", f"the default model, {DEFAULT_MODEL_NAME},")
@@ -71,7 +71,7 @@ def _gguf_files(name: str, path: Path) -> ModelFiles:
 
 
 def sampled_digest(path: Path) -> bytes:
-    """SHA-256 of the file's size, its first MiB (where headers lie) and samples spread over the rest."""
+    """Compute SHA-256 over the file's size, its first MiB (with the header) and samples spread over the rest."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

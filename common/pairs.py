@@ -2,5 +2,5 @@
 
 
 def num_pairs(start: float, num_tokens: float) -> float:
-    """Tokens before each of so many, summed; the first has `start` before it."""
+    """Sum up the number of tokens before each of `num_tokens` tokens; the first has `start` before it."""
     return num_tokens * (start + num_tokens / 2)

@@ -1,1 +1,1 @@
-"""What every service has on its network side: gRPC set-up, health, scraping, the cluster's token, addresses."""
+"""The network side of every service: gRPC set-up, health, the cluster token, addresses."""

@@ -1,9 +1,9 @@
 """Readiness probe: `python -m common.net.healthcheck TARGET` exits with 0 when the service is ready, else with 1.
 
 TARGET is `host:port` (gRPC health, SERVING) or an http:// address that must answer 200. A service that does not
-answer within the time given is not ready; nothing here says why. `mini-infer serve` asks by gRPC while it starts.
-Compose runs this file by its path, `python -I -S .../healthcheck.py http://...`, several times a minute for as long
-as a container lives: over HTTP it imports next to nothing.
+answer in time is not ready; the reason is not reported. `mini-infer serve` probes by gRPC while it starts. Compose
+runs this file by its path, `python -I -S .../healthcheck.py http://...`, several times a minute as long as a
+container lives, so the probe over HTTP imports next to nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_REPLY_BYTES = 1 << 16
 
 
 async def is_ready(target: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bool:
-    """Probe the target once. Never raises for what a peer or the network does."""
+    """Probe the target once. Raises nothing that a peer or the network causes."""
     if target.startswith("http://"):
         import asyncio
 
@@ -25,7 +25,7 @@ async def is_ready(target: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
 
 def http_ready(url: str, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> bool:
-    """Probe an http:// address once. `timeout_seconds` holds for each of connecting, sending and reading."""
+    """Probe an http:// address once. timeout_seconds: for each of connecting, sending and reading."""
     authority, _, path = url.removeprefix("http://").partition("/")
     host, colon, port = authority.rpartition(":")
     if not colon or port.endswith("]"):
@@ -57,7 +57,7 @@ async def _grpc_ready(address: str, timeout_seconds: float) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 ready, 1 not, 2 for a wrong command line."""
+    """Return the exit code: 0 if ready, 1 if not, 2 for a wrong command line."""
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1:
         print("usage: healthcheck TARGET    (host:port of a gRPC service, or http://host:port/path)", file=sys.stderr)

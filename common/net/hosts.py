@@ -1,4 +1,4 @@
-"""Hosts and addresses as servers need them: families of sockets, brackets of IPv6, and who may reach a server."""
+"""Hosts and addresses of servers: socket families, IPv6 brackets, and checks of who may reach a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 from common.errors import ConfigError
 
-EXAMPLE_PREFIX = "replace-me"  # of cluster tokens in example files, which everybody can read
+EXAMPLE_PREFIX = "replace-me"  # prefix of cluster tokens in example files, which everybody can read
 
 
 def socket_family(host: str) -> socket.AddressFamily:
@@ -15,12 +15,12 @@ def socket_family(host: str) -> socket.AddressFamily:
 
 
 def with_port(host: str, port: int) -> str:
-    """`host:port`, an IPv6 address in brackets, which it may have already."""
+    """Return `host:port`, with an IPv6 address in brackets. host: with or without brackets."""
     return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`, or connects from it."""
+    """Whether `host` is an address that only this machine can reach or connect from."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -28,7 +28,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, token: str) -> None:
-    """Refuse an internal port that other hosts can reach and nothing protects. Raises ConfigError."""
+    """Raise ConfigError for an internal port that other hosts can reach and no token protects."""
     if not (token or is_loopback(host)):
         raise ConfigError(
             f"--host {host} is reachable from other machines: set --cluster-token (MINI_INFER_CLUSTER_TOKEN) on "
@@ -37,7 +37,7 @@ def check_bind(host: str, token: str) -> None:
 
 
 def check_cluster_token(token: str) -> None:
-    """Refuse an example's token, and one that cannot travel as metadata. Raises ConfigError."""
+    """Raise ConfigError for the token of an example, or one that gRPC metadata cannot carry."""
     if token.startswith(EXAMPLE_PREFIX):
         raise ConfigError(
             "the cluster token is the example's: set your own (--cluster-token, MINI_INFER_CLUSTER_TOKEN), "

@@ -1,7 +1,7 @@
-"""gRPC set-up that every service shares: channel options, cluster token, health, reflection, error mapping.
+"""gRPC set-up of every service: channel options, cluster token, health, reflection, error mapping.
 
-Internal ports carry no user data protection of their own: they bind to loopback unless a cluster token is
-configured (`common.net.hosts.check_bind`). The token travels as metadata and is compared in constant time.
+Internal ports do not encrypt user data: they bind to loopback unless a cluster token is configured
+(`common.net.hosts.check_bind`). The token is sent as metadata and compared in constant time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_REPLY_BYTES = 64 << 20  # a snapshot of cached keys, log-probabilities of a 
 MAX_CALLS_PER_CONNECTION = 256
 MAX_WATCHERS = 64
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic in the stubs alone
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic only in the stubs
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
@@ -47,23 +47,22 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_REPLY_BYTES),
     ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
-    # Windows stay at 64 KiB until a call asks for its message. With probes they grow while a server gets no core, and
-    # so does what strangers can make it hold. A prompt of 1 MB takes 0.5 ms longer.
+    # Without probes, windows stay at 64 KiB until a call reads its message. With probes they grow while a server gets
+    # no CPU time, and so does the memory that strangers can make it use. A prompt of 1 MB takes 0.5 ms longer.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.so_reuseport", 0),  # two servers on one port is a mistake, not a feature
+    ("grpc.so_reuseport", 0),  # two servers on one port are a mistake, not a feature
 )
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Call metadata that carries the cluster token; empty without one."""
+    """Return call metadata with the cluster token; empty without a token."""
     return ((TOKEN_KEY, token),) if token else ()
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers UNAUTHENTICATED to every call but health checks that lacks the cluster token.
+    """Answers UNAUTHENTICATED to every call without the cluster token, except health checks.
 
-    A denied call is treated as a stream whatever the method is: the request of a unary one would be received first,
-    all of it.
+    It denies unary calls as streams, too: grpc.aio would first receive the whole request of a unary call.
     """
 
     def __init__(self, token: str) -> None:
@@ -90,11 +89,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 class HealthService:
-    """Readiness of a whole server, for unauthenticated callers, of whom nothing is read; not serving until it is set.
+    """Readiness of a whole server, for unauthenticated callers, whose requests it does not read. First NOT_SERVING.
 
-    All services are ready or not together, so the name that a caller sends does not matter, and an unknown one is not
-    told apart. Both methods are registered as streams: grpc.aio receives the request of a unary method first, up to
-    the limit that is meant for prompts, and what was received stays in memory until the garbage collector runs.
+    All services have the same readiness, so the name that a caller sends does not matter, even an unknown one. Both
+    methods are registered as streams: grpc.aio receives the request of a unary method first, up to the limit for
+    prompts, and keeps it in memory until the garbage collector runs.
     """
 
     def __init__(self) -> None:
@@ -108,7 +107,7 @@ class HealthService:
             self._changed.notify_all()
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """What a server's `add_generic_rpc_handlers` takes."""
+        """Return the handler for a server's `add_generic_rpc_handlers`."""
         serialize = health_pb2.HealthCheckResponse.SerializeToString
         methods = {
             "Check": grpc.stream_stream_rpc_method_handler(self._check, response_serializer=serialize),
@@ -162,7 +161,7 @@ class RpcServer:
         return with_port(self.host, self.port)
 
     def add(self, adder: Callable[[Any, grpc.aio.Server], None], servicer: Any, full_name: str) -> None:
-        """Register `servicer` with its generated `add_..._to_server` function."""
+        """Register `servicer`. adder: its generated `add_..._to_server` function."""
         adder(servicer, self._server)
         self._names.append(full_name)
 
@@ -175,7 +174,7 @@ class RpcServer:
         return self._health.is_serving
 
     async def set_serving(self, serving: bool) -> None:
-        """Readiness of this server, with all of its services."""
+        """Set the readiness of this server with all its services."""
         await self._health.set_serving(serving)
 
     async def stop(self, grace_seconds: float) -> None:
@@ -183,11 +182,11 @@ class RpcServer:
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel with this project's keepalive and size options."""
+    """Open a channel with this project's keepalive and size options."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 async def abort_with(context: Context, error: MiniInferError) -> None:
-    """End a call with the status that the exception table gives."""
+    """End a call with the error's status in the exception table."""
     code = getattr(grpc.StatusCode, mapping_for(error).grpc_status)
     await context.abort(code, public_message(error))

@@ -1,1 +1,1 @@
-"""Text in, token ids out, and back: tokenizers, chat templates, incremental detokenization, stop strings."""
+"""From text to token ids and back: tokenizers, chat templates, incremental detokenization, stop strings."""

@@ -1,8 +1,8 @@
-"""Render a model's chat template in a sandbox, so that no message can forge the template's markup.
+"""Renders a model's chat template in a sandbox, so that no message can forge the template's markup.
 
-Templates come from the model's files only. A special token's text inside a message is broken up with a
-character that occurs nowhere in the request; the tokenizer takes it out again after it has found the
-template's own special tokens. Knows nothing of token ids.
+Templates come only from the model's files. The text of a special token inside a message is broken up with a
+character that occurs nowhere in the request; the tokenizer removes it after it has found the template's own
+special tokens. Knows nothing of token ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_TEXT = "(?!)"  # a pattern that matches nothing
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks assistant text for training; here it means its body."""
+    """`{% generation %}` marks assistant text for training; here it is replaced by its body."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by the base class
 
@@ -48,7 +48,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter would escape it for HTML."""
+    """Dump JSON as it is; Jinja's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -58,7 +58,7 @@ def _strftime_now(pattern: str) -> str:
 
 @lru_cache(maxsize=32)
 def _compiled(source: str) -> tuple[Template, frozenset[str]]:
-    """The template, which keeps nothing of what it renders, and the variables that it reads."""
+    """Compile a template, which keeps no state between renderings; return it and the variables that it reads."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -72,20 +72,20 @@ def _compiled(source: str) -> tuple[Template, frozenset[str]]:
 
 @dataclass(frozen=True, slots=True)
 class TemplateUse:
-    """How a template is applied to a conversation. `router/template_options` knows another way.
+    """How to apply a template to a conversation. `router/template_options` has another way.
 
-    variables: of the template, such as `enable_thinking`, beside those that all have.
+    variables: variables of the template in addition to the standard ones, such as `enable_thinking`.
     """
 
-    add_generation_prompt: bool = True  # the prompt ends with what begins an answer
+    add_generation_prompt: bool = True  # the prompt ends with the beginning of an answer
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def before(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The messages that the template gets."""
+        """Return the messages to render."""
         return messages
 
     def after(self, text: str) -> str:
-        """The prompt, of what the template has made of them."""
+        """Return the prompt's text from the rendered text."""
         return text
 
 
@@ -93,7 +93,7 @@ NEW_ANSWER = TemplateUse()
 
 
 class ChatTemplate:
-    """One compiled template with the special tokens that it may use by name (`bos_token`, ...)."""
+    """A compiled template with the special tokens that it may use by name (`bos_token`, ...)."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str], special_texts: Sequence[str]) -> None:
         try:
@@ -109,13 +109,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         use: TemplateUse,
     ) -> tuple[str, str]:
-        """The prompt's text, and the break character in it ("" when no message needed one).
+        """Return the prompt's text and the break character in it ("" when no message needed one).
 
         Raises InvalidRequestError when the template cannot be applied to these messages.
         """
         try:
             (messages, tools, variables), breaker = self._guard.apply((use.before(messages), tools, use.variables))
-        except RecursionError:  # arguments of a call, which a model may have written
+        except RecursionError:  # from the arguments of a tool call, which a model may have written
             raise InvalidRequestError("the messages hold JSON that is nested too deep", "messages") from None
         own = {
             **self._named_tokens,
@@ -129,7 +129,7 @@ class ChatTemplate:
         try:
             text = self._template.render({**variables, **own})
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            # What a template raises on messages that it was not written for.
+            # Templates raise these on messages that they were not written for.
             raise InvalidRequestError(
                 f"the model's chat template cannot be applied to these messages ({type(error).__name__})",
                 "messages",
@@ -138,7 +138,7 @@ class ChatTemplate:
 
 
 class _MarkupGuard:
-    """Breaks up special tokens' texts inside strings, also those that two neighbouring strings could form."""
+    """Breaks up special tokens' texts inside strings, also those that two adjacent strings could form."""
 
     def __init__(self, special_texts: Sequence[str]) -> None:
         ordered = sorted(special_texts, key=len, reverse=True)
@@ -147,7 +147,7 @@ class _MarkupGuard:
         self._tails = tuple({text[cut:] for text in ordered for cut in range(1, len(text))})
 
     def apply(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], str]:
-        """Copies with breaks, and the break character; the values themselves when nothing needs one."""
+        """Return copies with breaks, and the break character; the values themselves and "" when nothing needs one."""
         strings = list(_strings(values))
         if not any(map(self._needs_break, strings)):
             return values, ""

@@ -1,7 +1,7 @@
-"""Token ids to text, one token at a time, without ever showing half a character.
+"""Incremental detokenization, one token at a time, which never shows half a character.
 
 A byte-level vocabulary maps each token to bytes, so the text of a sequence is the UTF-8 decoding of the
-concatenated bytes. Keeping only the undecided bytes of the last character makes a token O(1). Knows nothing
+concatenated bytes. As only the bytes of an incomplete last character are kept, a token costs O(1). Knows nothing
 of stop strings or requests.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 
 
 class TokenTable:
-    """Bytes and, where they are whole characters, text of every token; filled on first use.
+    """Bytes of every token, and its text if they are whole characters; filled on first use.
 
-    `piece_bytes(token_id)` gives the bytes of a token of the vocabulary, None for an id that has none.
+    piece_bytes: maps the id of a token of the vocabulary to its bytes, or None if it has none.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class TokenTable:
         self.strips_prefix_space = strips_prefix_space
         self._piece_bytes = piece_bytes
         self._bytes: list[bytes | None] = [None] * vocab_size
-        # What a token adds to the visible text while no character is open; None: not known or not whole.
+        # Visible text of a token that follows whole characters; None: not known yet, or not whole characters.
         self.texts: list[str | None] = [None] * vocab_size
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of any token, special ones included; empty for ids outside the vocabulary."""
+        """Return the bytes of any token, special ones included; empty for ids outside the vocabulary."""
         if not 0 <= token_id < len(self._bytes):
             return b""
         known = self._bytes[token_id]
@@ -47,10 +47,10 @@ class TokenTable:
 
 
 class Detokenizer:
-    """The text of one growing sequence. `push` and `finish` concatenated equal the decoding of all tokens.
+    """The text of one growing sequence. The results of `push` and `finish` add up to the decoding of all tokens.
 
-    continues: the sequence goes on from a prompt, so the space that SentencePiece puts before the first word
-    is part of the text.
+    continues: the sequence continues a prompt, so the space that SentencePiece puts before the first word is part of
+    the text.
     """
 
     __slots__ = ("_at_start", "_pending", "_skip_special", "_table", "_texts")
@@ -59,11 +59,11 @@ class Detokenizer:
         self._table = table
         self._texts = table.texts
         self._skip_special = skip_special
-        self._pending = b""  # of a character whose rest has not come
+        self._pending = b""  # bytes of an incomplete character
         self._at_start = table.strips_prefix_space and not continues
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Append a token; return the text that is final."""
+        """Append tokens; return the text that is final."""
         pieces: list[str] = []
         texts = self._texts
         limit = len(texts)
@@ -79,7 +79,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Flush the end of the text: U+FFFD for a character that was never completed."""
+        """Flush the end of the text: U+FFFD for an incomplete character."""
         text, _ = utf_8_decode(self._pending, "replace", True)
         self._pending = b""
         return text

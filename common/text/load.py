@@ -1,4 +1,4 @@
-"""Load a model's tokenizer: of a Hugging Face directory, a GGUF file, or none (`dry-run`: a token per byte)."""
+"""Loads a model's tokenizer: from a Hugging Face directory, a GGUF file, or none (`dry-run`: a token per byte)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DRY_RUN_TEMPLATE = (
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer of a model. Raises UnsupportedModelError when there is none that is known here."""
+    """Load the tokenizer of a model. Raises UnsupportedModelError for a missing or unknown one."""
     if files.kind == "dry-run":
         return _dry_run_tokenizer()
     if files.kind == "gguf":
@@ -83,7 +83,7 @@ def _from_directory(folder: Path) -> Tokenizer:
 
 
 def _directory_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Files of a directory that may hold templates, in rising priority."""
+    """Read the templates from all files of a directory that may hold some, in rising priority."""
     templates: dict[str, str] = {}
     declared = config.get("chat_template")
     if isinstance(declared, str):

@@ -1,7 +1,7 @@
-"""One tokenizer for every service: encode, decode, chat template, token bytes, and a hash to compare.
+"""The tokenizer of all services: encode, decode, chat template, token bytes, and a hash to compare.
 
-Special tokens come out of text only where the caller says that the text is its own (`allow_special`) or where a chat
-template put them. Over the `tokenizers` package; `load` makes one of a model's files.
+Text becomes special tokens only if the caller trusts it (`allow_special`) or a chat template wrote it. Wraps the
+`tokenizers` package; `common.text.load` loads one from a model's files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._plain: Backend | None = None  # the same without special tokens in text; made when needed
+        self._plain: Backend | None = None  # encodes special tokens' texts as plain text; made when needed
         self._plain_lock = threading.Lock()
         added = backend.get_added_tokens_decoder()
         special = {token_id: token.content for token_id, token in added.items() if token.special}
@@ -54,21 +54,21 @@ class Tokenizer:
         self._template_names, self._longest_first = names, longest_first
         self._use_templates(templates)
         self.table = TokenTable(self.vocab_size, self._piece_bytes_function(), self.special_ids, self._strips_space())
-        self._tables: dict[frozenset[int], TokenTable] = {}  # by the special tokens that they show
+        self._tables: dict[frozenset[int], TokenTable] = {}  # by the special tokens whose texts they show
         self._hash = ""
 
     def encode(self, text: str, add_special_tokens: bool = False, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
-        add_special_tokens: what the model wants around a text (often a beginning-of-sequence token).
-        allow_special: special tokens' texts become those tokens; else they are text like any other.
+        add_special_tokens: add the model's tokens around a text (often a beginning-of-sequence token).
+        allow_special: texts of special tokens become those tokens; otherwise they are plain text.
         """
         safe = allow_special or not self._special_pattern.search(text)
         backend = self._backend if safe else self._without_special()
         return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of whole sequences; U+FFFD for what is not UTF-8."""
+        """Return the text of a whole sequence; U+FFFD replaces bytes that are not UTF-8."""
         detokenizer = Detokenizer(self.table, skip_special)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
@@ -78,7 +78,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         use: TemplateUse = NEW_ANSWER,
     ) -> list[int]:
-        """Token ids of the conversation. Special tokens in them are the template's own, never a message's.
+        """Return the token ids of the conversation. Only the template can write special tokens, no message can.
 
         Raises InvalidRequestError when there is no template or it cannot be applied.
         """
@@ -100,7 +100,7 @@ class Tokenizer:
         return token_ids
 
     def template_variables(self, has_tools: bool) -> frozenset[str]:
-        """The variables that the chat template reads, of requests with tools or of others."""
+        """Return the variables that the chat template reads, for requests with or without tools."""
         template = self._template(has_tools)
         return frozenset() if template is None else template.variables
 
@@ -115,7 +115,7 @@ class Tokenizer:
         return other
 
     def _use_templates(self, templates: Mapping[str, str]) -> None:
-        self.templates = dict(templates)  # texts, by name: `default`, and `tool_use` for requests with tools
+        self.templates = dict(templates)  # source texts by name: `default`, and `tool_use` for requests with tools
         self.tool_template = templates.get("tool_use") or templates.get("default", "")
         self._templates = {
             name: ChatTemplate(text, self._template_names, self._longest_first) for name, text in templates.items()
@@ -124,22 +124,22 @@ class Tokenizer:
     def detokenizer(
         self, skip_special: bool = True, continues: bool = False, shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
-        """An incremental decoder for one new sequence. shown: special tokens whose texts are never skipped."""
+        """Return a detokenizer for one new sequence. shown: special tokens whose texts are never skipped."""
         return Detokenizer(self._table_showing(shown) if shown else self.table, skip_special, continues)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.table.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The token as the vocabulary spells it; empty for an id that has none."""
+        """Return the token's text in the vocabulary; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def vocabulary(self) -> dict[str, int]:
-        """Token ids by the tokens' texts as the vocabulary spells them, added tokens included."""
+        """Return the vocabulary, added tokens included: token ids by the tokens' texts."""
         return dict(self._backend.get_vocab())
 
     def tokenizer_hash(self) -> str:
-        """SHA-256 over all tokens with their ids and over the end-of-sequence ids."""
+        """Compute SHA-256 over all tokens with their ids, and over the BOS and EOS ids."""
         if not self._hash:
             vocab = self._backend.get_vocab()
             by_id = sorted(zip(vocab.values(), vocab.keys(), strict=True))
@@ -167,7 +167,7 @@ class Tokenizer:
         return not isinstance(self._backend.decoder, decoders.ByteLevel)
 
     def _piece_bytes_function(self) -> Any:
-        """Function from token id to the token's bytes. Raises UnsupportedModelError for unknown kinds of decoder."""
+        """Return the function from token id to bytes. Raises UnsupportedModelError for unknown kinds of decoder."""
         to_text = self._backend.id_to_token
         added = frozenset(self._backend.get_added_tokens_decoder())
         if isinstance(self._backend.decoder, decoders.ByteLevel):
@@ -179,7 +179,7 @@ class Tokenizer:
                     return None
                 try:
                     return bytes(map(byte_of, text))
-                except KeyError:  # an added token in plain text
+                except KeyError:  # an added token, stored as plain text
                     return text.encode()
 
             return byte_level
@@ -201,7 +201,7 @@ class Tokenizer:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2's table), inverted."""
+    """Map each printable character of byte-level BPE to the byte that it stands for (GPT-2's table, inverted)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
