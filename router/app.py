@@ -1,4 +1,4 @@
-"""The routes of the HTTP gateway. What those of models do is in `gateway`; refusals look like OpenAI's errors."""
+"""Routes of the HTTP gateway. `gateway` has the handlers that use a model; refusals look like OpenAI's errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.http.routes import Application, HoldBody, Routes, json_response
 from router.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
-# What adds the routes of each wing that has some; the last one describes those before it.
+# The functions that add the routes of wings; the last one documents all routes before it.
 ROUTES_OF_WINGS = (
     "router.completions_api.routes:add_completion_route",
     "router.cluster_state.routes:add_cluster_route",
@@ -41,7 +41,7 @@ ROUTES_OF_WINGS = (
 
 
 def create_app(gateway: Gateway) -> Any:
-    """The ASGI application of one router."""
+    """Create the ASGI application of one router."""
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -59,7 +59,7 @@ def create_app(gateway: Gateway) -> Any:
 
     def answer_error(scope: Scope, error: Exception) -> Response:
         headers: dict[str, str] = {}
-        if isinstance(error, HTTPException):  # no handler's: these raise MiniInferError, or have a bug
+        if isinstance(error, HTTPException):  # from Starlette: handlers raise MiniInferError, or have a bug
             headers.update(error.headers or {})  # Allow
             message = "this path does not take this method"
             if error.status_code == 404:
@@ -79,7 +79,7 @@ def create_app(gateway: Gateway) -> Any:
         call_wing(add_routes, routes, gateway)
     hold_body: HoldBody | None = call_wing("router.body_bounds.held_bodies:body_holder", gateway.http, gateway.memory)
     app = Application(routes, gateway.config.api_key, lifespan, answer_error, hold_body or _hold_nothing)
-    # Around the key's check: a browser asks first, without it, whether it may send it.
+    # Outside the check of the API key: a browser first asks, without the key, whether it may send it.
     return call_wing("router.cors.middleware:with_cors", app, gateway.http) or app
 
 
@@ -88,7 +88,7 @@ def _hold_nothing(_: Scope, receive: Receive) -> AbstractContextManager[Receive]
 
 
 def _log_end(task: asyncio.Task[None]) -> None:
-    """Log a bug that has ended a task: nobody waits for its result while the router serves."""
+    """Log a bug that has ended a task: nobody awaits the task while the router serves."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("a background task of the router has ended", exc_info=error)
 
@@ -116,7 +116,7 @@ def _add_model_routes(routes: Routes, gateway: Gateway) -> None:
 
 
 def _add_operator_routes(routes: Routes, gateway: Gateway) -> None:
-    """Add the routes for who runs the router: its health, its metrics."""
+    """Add the routes for operators: health and metrics."""
 
     async def livez(_: Request) -> Response:
         return json_response({"status": "ok"})

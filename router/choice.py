@@ -3,9 +3,9 @@
     NEW -> (WAITING ->) PREFILL -> DECODE -> DONE
 
 Each delta of the open leg is journaled, becomes text and reaches the sink in the same call, from the report callback
-of the worker's link: no task waits for tokens. A worker that is lost costs time, not tokens: the choice goes back to
-choosing workers, with prompt and tokens so far as the prompt. Whatever happens, its request hears of exactly one
-end. Speaks token ids; knows nothing of HTTP.
+of the worker's link: no task waits for tokens. A lost worker costs time, not tokens: the choice goes back to choosing
+workers, with prompt and tokens so far as the prompt. Whatever happens, its request is notified of exactly one end.
+Uses token ids only; knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class State(Enum):
     NEW = "new"  # not started
     WAITING = "waiting"  # for a decode worker
     PREFILL = "prefill"  # a prefill leg is open
-    DECODE = "decode"  # a decode leg is open; without a prefill leg before it, it computes the prompt, too
+    DECODE = "decode"  # a decode leg is open; it also computes the prompt if there was no prefill leg
     DONE = "done"
 
 
 class ChoiceListener(Protocol):
-    """The request, as its choices see it."""
+    """The interface of a request for its choices."""
 
     def on_update(self, choice: Choice, update: Update) -> None:
-        """Take an update; with a finish reason it is the last."""
+        """Take an update. One with a finish reason is the last."""
 
     def on_failure(self, choice: Choice, error: Exception) -> None:
-        """Take the choice's failure; nothing more comes."""
+        """Take the choice's failure; no update follows."""
 
 
 class Choice:
@@ -65,7 +65,7 @@ class Choice:
         self._observe_gap = dispatcher.metrics.inter_token_latency.observe
         self._request: ChoiceListener
         self._timer: asyncio.TimerHandle
-        self.placement: Placement | None = None  # until another worker is needed
+        self.placement: Placement | None = None  # kept until another worker is needed
         self.leg: Leg | None = None
         self._lost: set[WorkerId] = set()  # workers to avoid: they failed this choice
 
@@ -78,16 +78,16 @@ class Choice:
         self._go_on()
 
     def cancel(self) -> None:
-        """End without an outcome, and free what the choice holds on workers."""
+        """End without notifying the request, and free the choice's resources on workers."""
         if self.state is State.NEW:
             self.state = State.DONE
         elif self.state is not State.DONE:
             self._close("abort")
 
-    # -- what is next ------------------------------------------------------------------------------------------
+    # -- next leg ----------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Open the next leg, on another worker while those chosen refuse, or wait for a worker, or fail."""
+        """Open the next leg, on other workers if the chosen one refuses, or wait for a worker, or fail."""
         try:
             while True:
                 try:
@@ -95,18 +95,18 @@ class Choice:
                     return
                 except RETRYABLE as error:
                     self._allow_retry(error)
-        except Exception as error:  # noqa: BLE001 - bugs too: callers are callbacks, which would swallow them
+        except Exception as error:  # noqa: BLE001 - bugs too: the callers are callbacks, which would swallow them
             self._fail(error)
 
     def _open_next_leg(self) -> None:
-        """Submit to the worker that is next, or wait for one. Raises one of RETRYABLE, or what ends the choice."""
+        """Submit to the next worker, or wait for one. Raises one of RETRYABLE, or an error that ends the choice."""
         dispatcher = self.dispatcher
         if not dispatcher.has_decode_worker():
             self._wait()
             return
         if self.placement is None:
             chosen = self.placement = dispatcher.place(self.journal, self._lost)
-            if self.journal.kv_handle is None:  # else the prompt is computed, and has been counted
+            if self.journal.kv_handle is None:  # else the prompt is computed already, and its placement counted
                 dispatcher.metrics.placements[chosen.kind].inc()
             if chosen.prefill is not None:
                 self._open(State.PREFILL, chosen, dispatcher.link(chosen.prefill), dispatcher.link(chosen.decode))
@@ -121,7 +121,7 @@ class Choice:
             self.journal.note(time.monotonic(), WAITING)
 
     def look_again(self) -> None:
-        """Retry after a wait: there may be a decode worker again, or none worth waiting for."""
+        """Try again after a wait: a decode worker may be back, or the wait may have taken too long."""
         if self.state is State.WAITING:
             self._go_on()
 
@@ -137,10 +137,10 @@ class Choice:
         self.state = state
         self.journal.note(now, state.value, worker=link.worker_id)
 
-    # -- what workers push -------------------------------------------------------------------------------------
+    # -- events of workers -------------------------------------------------------------------------------------
 
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
-        """Journal a step's tokens and show them. The hot path: keep it short."""
+        """Journal a step's tokens and pass them to the request. The hot path: keep it short."""
         try:
             token_ids = delta.token_ids[:]  # a list, in a third of list()'s time
             self._record(token_ids, now)
@@ -179,14 +179,14 @@ class Choice:
             journal.first_token_time = now
             self.dispatcher.first_token(journal, now)
         else:
-            return  # prompt logprobs may come before the first token
+            return  # a delta of prompt logprobs may come before the first token
         journal.output_token_ids += token_ids
         journal.last_token_time = now
 
     def _leg_began(self, leg: Leg, now: float) -> None:
         leg.first_time, leg.num_tokens_at_first = now, len(self.journal.output_token_ids)
         if self.state is State.DECODE:
-            self.journal.kv_handle = None  # it has been read
+            self.journal.kv_handle = None  # the worker has read the KV
             if leg.link.role == "prefill":
                 self.dispatcher.roles.watch_kept(leg)
         if self.journal.first_times is None:
@@ -196,7 +196,7 @@ class Choice:
         self.dispatcher.leg_began(self.journal, leg, self.placement)
 
     def _leg_ended(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
-        """Take the worker's last delta: update measurements, and keep what the next leg needs."""
+        """Take the worker's last delta: update counts, and keep what the next leg needs."""
         self.leg, journal = None, self.journal
         if delta.HasField("kv_handle"):
             journal.kv_handle = delta.kv_handle
@@ -212,8 +212,8 @@ class Choice:
             self.dispatcher.roles.answered(journal, leg, now)
 
     def _attribute_error(self, leg: Leg, error: MiniInferError) -> MiniInferError:
-        """Turn a leg's failure into the choice's error; avoid the worker from now on where another may do better."""
-        if isinstance(error, EngineError) and self.state is State.PREFILL:  # decode can compute the prompt, too
+        """Turn a leg's failure into the choice's error; avoid the worker from now on if another may do better."""
+        if isinstance(error, EngineError) and self.state is State.PREFILL:  # decode workers can compute prompts, too
             lost = WorkerLostError(f"prefill failed: {error}")
             lost.__cause__ = error
             error = lost
@@ -226,10 +226,10 @@ class Choice:
         return error
 
     def _allow_retry(self, error: MiniInferError) -> None:
-        """Allow another try, or raise the error that ends the choice."""
+        """Prepare another try, or raise the error that ends the choice."""
         journal, max_retries = self.journal, self.dispatcher.config.max_retries
         if not isinstance(error, RETRYABLE) or (isinstance(error, OverloadedError) and not journal.num_legs):
-            raise error  # the second: refused before any attempt
+            raise error  # an OverloadedError before the first leg refuses the request
         journal.leg_failed()
         if journal.num_failures_in_row > max_retries:
             if isinstance(error, OverloadedError):
@@ -241,7 +241,7 @@ class Choice:
         self.dispatcher.metrics.migrations.inc()
         logger.warning("%s moves to another worker (%s)", journal.choice_id, error, extra=about(journal.choice_id))
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- end ---------------------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
         if self.state is State.DONE:
@@ -251,18 +251,18 @@ class Choice:
             self.journal.note(time.monotonic(), DEADLINE_EXCEEDED)
             outcome = "length" if self.journal.has_started else "error"
         elif isinstance(error, OverloadedError) and not self.journal.has_started:
-            outcome = "refused"  # the client is told to come again
+            outcome = "refused"  # the client is told to retry
         self._close(outcome)
         self._request.on_failure(self, error)
 
     def _close(self, outcome: str) -> None:
-        """Release first, report after."""
+        """Release all resources; callers notify the request after this."""
         self.state = State.DONE
         self.journal.outcome = outcome
         self._timer.cancel()
         self.dispatcher.stop_waiting(self.look_again)
         if self.leg is not None:
-            if self.leg.link.close(self.leg):  # its worker may be reading the KV, and lets go of it afterwards
+            if self.leg.link.close(self.leg):  # its worker may be reading the KV, and releases it itself
                 self.journal.kv_handle = None
             self.leg = None
         self.dispatcher.closed(self.journal)

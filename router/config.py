@@ -1,4 +1,4 @@
-"""Settings of a router, and of its HTTP server's connections."""
+"""Settings of a router and of its HTTP connections."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RouterConfig(Settings):
         self.check_together()
 
     def named_models(self) -> list[tuple[str, str]]:
-        """What is served, as (name, model), the default first. An empty name stands for the model's own."""
+        """Parse the served models as (name, model), the default first. An empty name means the model's own."""
         if not self.models:
             return [(self.served_model_name, self.model)]
         found = []
@@ -75,7 +75,7 @@ class RouterConfig(Settings):
         return found
 
     def addresses(self, role: str) -> list[tuple[str, int]]:
-        """The workers of a role as (host, port), in the order given."""
+        """Parse the addresses of a role's workers as (host, port), in the order given."""
         text = {"prefill": self.prefill, "decode": self.decode}[role]
         found = []
         for item in filter(None, (part.strip() for part in text.split(","))):

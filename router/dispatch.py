@@ -1,6 +1,6 @@
-"""Dispatch of one model's choices: admission, choice of workers, the wait for workers, counts.
+"""Dispatch of one model's choices: admission, placement on workers, waiting for workers, metrics.
 
-A choice (`router.choice`) asks here before each of its legs. Speaks token ids only.
+A choice (`router.choice`) calls this before each of its legs. Uses token ids only.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from router.workers.failures import WorkerLostError
 from router.workers.model_workers import ModelWorkers
 from router.workers.worker_link import Leg, WorkerLink
 
-LOOK_SECONDS = 0.25  # between looks for a usable worker: one that stops draining sends no event
+LOOK_SECONDS = 0.25  # interval of checks for a usable worker: one that stops draining sends no event
 
 
 class RequestLog:
-    """What became of choices, as it becomes known. `router/explain` keeps it."""
+    """Takes events of choices and drops them. `router/explain` keeps them."""
 
     def first_delta(self, journal: Journal, leg: Leg, expected_cached_tokens: int | None) -> None:
-        """A leg has begun; None where its prompt was computed before."""
+        """Called when a leg has begun. expected_cached_tokens: None if its prompt was computed before."""
 
     def ended(self, journal: Journal, now: float) -> None: ...
 
 
 class Roles:
-    """Who computes and decodes a request: workers of either role, by load. `router/costs` predicts what costs least.
+    """Places requests on the least loaded workers of each role. `router/costs` places by predicted costs.
 
-    A decode worker computes a prompt itself when the part that its cache lacks is short, or when there is no prefill
+    A decode worker computes a prompt itself when few of its tokens are uncached there, or when there is no prefill
     worker.
     """
 
@@ -42,11 +42,11 @@ class Roles:
         self._config, self._workers = config, workers
 
     def choose(self, journal: Journal, prefill: Sequence[WorkerLink], decode: Sequence[WorkerLink]) -> Placement:
-        """Choose the least loaded workers, of equal ones those with most of the prompt in their caches."""
+        """Choose the least loaded workers, of equally loaded ones those with the longest cached prefix."""
         in_cache = self._workers.cached_tokens(journal.packed_prompt, journal.request)
 
         def num_cached(link: WorkerLink) -> int:
-            # Sampling needs the logits of the last token, so that one is always computed.
+            # Sampling needs the logits of the last token, so it is always computed.
             return min(in_cache.get(link.worker_id, 0), journal.num_tokens - 1)
 
         def order(link: WorkerLink) -> tuple[int, int, float]:
@@ -59,28 +59,28 @@ class Roles:
         return Placement(target.worker_id, source.worker_id, num_cached(source))
 
     def due_seconds(self, chosen: Placement, num_new_tokens: int, waited_seconds: float, has_started: bool) -> float:
-        """Seconds until the next token is due; 0: no objective."""
+        """Return the seconds until the next token is due; 0: no objective."""
         return 0.0
 
     def watch_kept(self, leg: Leg) -> None:
-        """Look after a leg that decodes on a prefill worker."""
+        """Called with a leg that decodes on a prefill worker, from where it may have to move."""
 
     def queue_began(self, now: float) -> None:
-        """A choice waits for its first token, where none did."""
+        """Called when a choice begins to wait for its first token while no other does."""
 
     def first_token(self, now: float) -> None:
-        """A choice has its first token."""
+        """Called when a choice has its first token."""
 
     def queue_seconds(self, num_waiting: int, now: float) -> float:
-        """Expected time until so many that wait now have their first tokens; 0: not known."""
+        """Return the expected time until num_waiting choices have their first tokens; 0: unknown."""
         return 0.0
 
     def answered(self, journal: Journal, leg: Leg, now: float) -> None:
-        """An answer has ended with this leg."""
+        """Called when an answer has ended with this leg."""
 
 
 class Dispatcher:
-    """Dispatch of one model's choices. Belongs to the running event loop."""
+    """Dispatch of one model's choices. Use it only in the event loop that serves."""
 
     def __init__(self, config: RouterConfig, workers: ModelWorkers, metrics: RouterMetrics, roles: Roles) -> None:
         self.config = config
@@ -88,9 +88,9 @@ class Dispatcher:
         self.roles = roles
         self.log = RequestLog()
         self.open_choices: set[Journal] = set()
-        self.num_waiting = 0  # of these, without a first token
+        self.num_waiting = 0  # open choices without a first token
         self._workers = workers
-        self._waiting: dict[Callable[[], None], None] = {}  # for a decode worker, oldest first
+        self._waiting: dict[Callable[[], None], None] = {}  # callbacks that wait for a decode worker, oldest first
         self._look_timer: asyncio.TimerHandle | None = None
         workers.on_usable = lambda: asyncio.get_running_loop().call_soon(self._look)
 
@@ -99,25 +99,25 @@ class Dispatcher:
         return len(self.open_choices) - self.num_waiting
 
     def admit(self) -> None:
-        """Raise OverloadedError when too many choices wait already, UnavailableError with no worker to wait for."""
+        """Raise OverloadedError when too many choices wait already, UnavailableError without a worker to wait for."""
         now = time.monotonic()
         if self.num_waiting + 1 > self.config.max_queue:
             seconds = self.roles.queue_seconds(self.num_waiting, now)
             raise OverloadedError("the server is overloaded: too many requests are waiting", seconds)
         self._check_absence(now)
 
-    # -- which workers are next --------------------------------------------------------------------------------
+    # -- placement ---------------------------------------------------------------------------------------------
 
     def place(self, journal: Journal, lost: Set[WorkerId]) -> Placement:
-        """Choose among the usable workers, those in `lost` last. There is a decode worker. Raises OverloadedError for
-        a new choice that is refused."""
-        # With tokens to replay, or when every prefill worker has failed it, a choice is computed where it decodes.
+        """Place a choice on usable workers, on those in `lost` only without others. There must be a decode worker.
+        Raises OverloadedError for a new choice that is refused."""
+        # With tokens to replay, or after a failure of every prefill worker, the decode worker computes the prompt.
         prefill = [] if journal.has_started else self._workers.usable("prefill", lost)
         prefill = [link for link in prefill if link.worker_id not in lost]
         return self.roles.choose(journal, prefill, self._workers.usable("decode", lost))
 
     def decode_link(self, chosen: WorkerId, lost: Set[WorkerId]) -> WorkerLink:
-        """The worker chosen before the prefill ran, or the least loaded one when it has gone since."""
+        """Return the worker chosen before the prefill, or the least loaded one if that has gone since."""
         links = self._workers.usable("decode", lost)
         for link in [*links, *self._workers.usable("prefill", lost)]:
             if link.worker_id == chosen:
@@ -125,7 +125,7 @@ class Dispatcher:
         return min(links, key=lambda link: link.num_requests)
 
     def link(self, worker: WorkerId) -> WorkerLink:
-        """Link of a worker. Raises WorkerLostError when it is not attached any more."""
+        """Return the link of a worker. Raises WorkerLostError when it is not attached any more."""
         link = self._workers.find(worker)
         if link is None:
             raise WorkerLostError(f"worker {worker} has gone")
@@ -137,7 +137,7 @@ class Dispatcher:
         return bool(self._workers.usable("decode"))
 
     def wait(self, look_again: Callable[[], None]) -> None:
-        """Call `look_again`, once, when a worker has become usable, or a little later in any case.
+        """Call `look_again` once, when a worker becomes usable or LOOK_SECONDS have passed.
 
         Raises UnavailableError when the last decode worker has been gone for too long.
         """
@@ -158,7 +158,7 @@ class Dispatcher:
             look_again()
 
     def _check_absence(self, now: float) -> None:
-        """Raise UnavailableError when the last decode worker has been gone for too long to come back."""
+        """Raise UnavailableError when the last decode worker has been gone for too long."""
         if self._workers.seconds_without_decode(now) > self.config.worker_wait_seconds:
             raise UnavailableError("no decode worker is available")
 
@@ -177,7 +177,7 @@ class Dispatcher:
         self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
 
     def leg_began(self, journal: Journal, leg: Leg, chosen: Placement) -> None:
-        """Log what the worker measured up to the first delta; compare its cache hit with the expected one."""
+        """Log the worker's measurements up to the first delta; compare its cached tokens with the expected number."""
         assert leg.times is not None
         expected = None
         if leg.link.role == "prefill" or chosen.prefill is None:  # the leg computes the prompt
@@ -189,7 +189,7 @@ class Dispatcher:
     def closed(self, journal: Journal) -> None:
         if not journal.has_started:
             self.num_waiting -= 1
-        if journal.kv_handle is not None:  # the end came before a decode worker was given it
+        if journal.kv_handle is not None:  # the choice ended before a decode worker got the handle
             link = self._workers.find(journal.kv_handle.worker_id)
             if link is not None:
                 link.release(journal.kv_handle)

@@ -1,4 +1,4 @@
-"""Fields that wings add to the bodies of requests, and what these ask for beyond the core's."""
+"""Request fields that wings add, and the interface by which these fields change a request and its answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHAT_FIELDS = (
 
 
 def with_fields(body: type[B], *fields: str) -> type[B]:
-    """`body` with the fields of those wings that are here. Their properties go before its own."""
+    """Extend `body` by the fields of the installed wings, whose properties override its own."""
     bases = (*filter(None, map(from_wing, fields)), body)
     return cast("type[B]", create_model(body.__name__, __base__=bases, __doc__=body.__doc__))
 
@@ -43,15 +43,15 @@ CHAT_BODY = with_fields(ChatCompletionBody, *CHAT_FIELDS, *COMMON_FIELDS)
 
 
 def truncated(body: GenerationBody, limits: ModelLimits, prompts: list[list[int]]) -> list[list[int]]:
-    """The prompts of a request, cut to the length that it asks for; the list itself where it does not ask."""
+    """Truncate the prompts of a request as it asks for; return the list itself if it does not ask."""
     cut: list[list[int]] | None = call_wing("router.truncation.truncation:truncated_prompts", body, limits, prompts)
     return prompts if cut is None else cut
 
 
 class Features:
-    """What one request asks for: the core's fields. `router/answers` adds formats, tools and reasoning of answers."""
+    """How one request and its answer are made. `router/answers` adds formats, tools and reasoning of answers."""
 
-    tools: list[dict[str, Any]] | None = None  # their descriptions, for the chat template
+    tools: list[dict[str, Any]] | None = None  # descriptions of tools, for the chat template
 
     @classmethod
     async def of(
@@ -62,11 +62,11 @@ class Features:
         config: RouterConfig,
         scope: Scope,
     ) -> Features:
-        """scope: of the request. Raises InvalidRequestError for what cannot be done."""
+        """Read a request. scope: its ASGI scope. Raises InvalidRequestError for fields that cannot be followed."""
         return cls()
 
     def client_field(self, name: str) -> str:
-        """The field that a client sent, by a worker's name of it."""
+        """Return the client's field for a worker's name of it."""
         return name
 
     def sampling(
@@ -76,15 +76,15 @@ class Features:
         limits: ModelLimits,
         prompt_token_ids: list[int],
     ) -> pb.SamplingParams:
-        """Parameters of a prompt's first choice. Raises InvalidRequestError."""
+        """Return the parameters of a prompt's first choice. Raises InvalidRequestError."""
         params = sampling_params(body, limits, len(prompt_token_ids))
         call_wing("router.logit_rules.rules:add_rules", params, body, tokenizer, limits)
         return params
 
     def renderer(self, options: RenderOptions, tokenizer: Tokenizer) -> ChatRenderer:
-        """What renders answers to a chat request."""
+        """Return the renderer for answers to a chat request."""
         return ChatRenderer(options, tokenizer)
 
     def text(self, tokenizer: Tokenizer, rules: TextRules, prompt_token_ids: list[int]) -> ChoiceText:
-        """The text of one choice."""
+        """Return the text state of one choice."""
         return ChoiceText(tokenizer, rules)

@@ -1,6 +1,6 @@
-"""The endpoints that use a model: from a validated body to a running generation.
+"""Handlers of endpoints that use a model: from a validated body to a running generation.
 
-Holds what one router process has once: its models, by every name, and the worker table. `app` puts it behind routes.
+Holds what a router process has once: its models, by every name, and the worker table. `app` adds its routes.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from router.served_model import ServedModel
 from router.workers.workers import WorkerTable
 
 FEATURES: type[Features] = from_wing("router.answers.features:AnswerFeatures") or Features
-ALIASES = ("mini-infer", "default")  # the first model, unless one is called so
-SERVED_MODEL = "router.served_model"  # in the scope of a request whose model is known
+ALIASES = ("mini-infer", "default")  # names of the first model, unless another one has them
+SERVED_MODEL = "router.served_model"  # key of the model in the scope of a request, once it is known
 MAX_LABEL_CHARS = 128
 RendererOf = Callable[[Features, RenderOptions, Tokenizer], Renderer]
-# Makes an answer that is traced of one that is not, from the headers, the model's name and the request.
+# Adds tracing to a response, from the headers, the model's name and the request.
 Traced = Callable[[Mapping[str, str], str, GenerationRequest, Response], Response]
 
 
 class Gateway:
-    """One router's state. Its workers are started and stopped by the event loop that serves."""
+    """The state of one router. The event loop that serves starts and stops its workers."""
 
     def __init__(self, config: RouterConfig, models: Sequence[ServedModel], http: HttpConfig | None = None) -> None:
-        """The first of `models` is the default one. An adapter comes with its base."""
+        """models: the first is the default one; adapters come with their base models."""
         self.config = config
         self.http = http or HttpConfig()
-        self.memory: dict[str, Callable[[], int]] = {}  # how much wings keep, by name, for GET /v1/cluster
+        self.memory: dict[str, Callable[[], int]] = {}  # bytes that wings keep, by name, for GET /v1/cluster
         self.models = [*models]
         self.base_models = [model for model in models if not model.adapter]
         self.workers = WorkerTable(config, [model.workers for model in self.base_models])
@@ -61,7 +61,7 @@ class Gateway:
     # -- models ------------------------------------------------------------------------------------------------
 
     def model(self, name: str | None) -> ServedModel:
-        """Look a model up by the name that clients use. Raises ModelNotFoundError."""
+        """Look up a model by the name that clients use. Raises ModelNotFoundError."""
         model = self.by_name.get(name)
         if model is None:
             known = ", ".join(repr(model.name) for model in self.models)
@@ -69,25 +69,25 @@ class Gateway:
         return model
 
     def metrics_text(self) -> bytes:
-        """The metrics of all models, for a scrape."""
+        """Render the metrics of all models for a scrape."""
         for model in self.base_models:
             model.metrics.read(model.workers, model.dispatcher.open_choices)
         return self.models[0].metrics.render()
 
     def refused(self, scope: MutableMapping[str, Any], status: int) -> None:
-        """Count a request that was refused; before its model is known, for the first one."""
+        """Count a refused request for its model, or for the first model if it is not known yet."""
         model: ServedModel = scope.get(SERVED_MODEL, self.models[0])
         model.metrics.refused(status)
 
     def model_for(self, http: Request, name: str | None) -> ServedModel:
-        """Look up the model of a request, which is counted there if it is refused. Raises ModelNotFoundError."""
+        """Look up the model of a request, whose metrics then count a refusal. Raises ModelNotFoundError."""
         model = http.scope[SERVED_MODEL] = self.model(name)
         return model
 
     # -- generation --------------------------------------------------------------------------------------------
 
     def timeout_seconds(self, http: Request, is_stream: bool) -> float:
-        """Seconds after which a request ends. Raises InvalidRequestError for a header that says it wrongly."""
+        """Return the seconds after which a request ends. Raises InvalidRequestError for a malformed header."""
         bound_seconds = self.config.request_timeout_seconds
         asked = call_wing("router.client_timeouts.headers:timeout_seconds", http.headers, is_stream, bound_seconds)
         return bound_seconds if asked is None else asked
@@ -100,7 +100,7 @@ class Gateway:
     async def chat(
         self, http: Request, body: ChatCompletionBody, arrival: float, renderer_of: RendererOf
     ) -> Response:
-        """Answer a conversation in the JSON of one API."""
+        """Answer a conversation in the JSON of the API whose renderer is given."""
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
         n = body.n or 1
@@ -113,13 +113,13 @@ class Gateway:
         return self.respond(http, request, renderer_of(features, options, model.tokenizer), bool(body.stream))
 
     async def features(self, http: Request, model: ServedModel, body: GenerationBody, num_choices: int) -> Features:
-        """What a request asks for beyond the core's fields."""
+        """Read the features that a request asks for."""
         features = await FEATURES.of(body, num_choices, model.tokenizer, self.config, http.scope)
         http.scope.setdefault(FIELD_NAMES, []).insert(0, features.client_field)
         return features
 
     async def prompt_ids(self, model: ServedModel, body: ChatCompletionBody, features: Features) -> list[int]:
-        """Token ids of a conversation."""
+        """Return the token ids of a conversation."""
         use = call_wing("router.template_options.fields:use_for", body) or NEW_ANSWER
         return await chat_prompt(body.messages, model.tokenizer, model.limits(), use, features.tools)
 
@@ -133,7 +133,7 @@ class Gateway:
         per_prompt: int,
         arrival: float,
     ) -> GenerationRequest:
-        """The request that `body` asks for, with `per_prompt` choices for each prompt. Its id is the router's own."""
+        """Make the request that `body` asks for, with `per_prompt` choices for each prompt and a new id."""
         request_id = http.scope[REQUEST_ID] = body.id_prefix + uuid.uuid4().hex
         rules = TextRules(
             continues=body.continues_prompt,
@@ -169,7 +169,7 @@ class Gateway:
     def options(
         self, request: GenerationRequest, model: ServedModel, body: GenerationBody, details: Details
     ) -> RenderOptions:
-        """What the JSON of an answer needs."""
+        """Return the options for rendering an answer."""
         stream = body.stream_options
         return RenderOptions(
             request_id=request.request_id,
@@ -181,7 +181,7 @@ class Gateway:
         )
 
     def respond(self, http: Request, request: GenerationRequest, renderer: Renderer, is_stream: bool) -> Response:
-        """The answer of a request, which runs when it is sent."""
+        """Return the response of a request, which runs while the response is sent."""
         response = GenerationResponse(request, renderer, self.answer_headers(http), is_stream)
         if self._traced is None:
             return response
@@ -189,7 +189,7 @@ class Gateway:
 
     @staticmethod
     def answer_headers(http: Request) -> dict[str, str]:
-        """What each answer says of its request, which has an id."""
+        """Return the headers of an answer that identify its request."""
         request_id = http.scope[REQUEST_ID]
         label = http.headers.get("x-request-id", "")
         is_shown = 0 < len(label) <= MAX_LABEL_CHARS and label.isascii() and label.isprintable()

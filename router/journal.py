@@ -1,7 +1,7 @@
-"""Journal of one choice: what another worker needs to continue it; and the placement of a choice on workers.
+"""Journal of one choice, from which another worker can continue it, and the placement of a choice on workers.
 
 Plain data and pure methods. A worker gets prompt and tokens so far; the noise of sampling is a function of
-(seed, position), so the tokens that follow are those that would have followed.
+(seed, position), so it continues with the same tokens as the lost worker would have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from common.token_ids import pack_ids
 from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 
-# What happens to a choice, beside the legs that begin: these are named as its state then, "prefill" or "decode".
+# Events of a choice, besides the beginning of a leg, which is named by the state: "prefill" or "decode".
 FIRST_OUTPUT = "first output"
 WAITING = "waiting for a decode worker"
 MOVED = "moved"
@@ -21,14 +21,14 @@ DEADLINE_EXCEEDED = "deadline exceeded"
 
 
 class Event(NamedTuple):
-    """What happened to a choice, for /explain and for traces."""
+    """An event of a choice, for /explain and for traces."""
 
     time: float
     what: str
-    num_output_tokens: int  # of the choice, by then
-    worker: str = ""  # whose leg begins or has its first output
-    times: pb.RequestTimes | None = None  # what it measured, with its first output
-    reason: str = ""  # of a move
+    num_output_tokens: int  # of the choice at that time
+    worker: str = ""  # the worker whose leg begins or has its first output
+    times: pb.RequestTimes | None = None  # the worker's measurements, with its first output
+    reason: str = ""  # why the choice moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class Placement:
 
     decode: WorkerId
     prefill: WorkerId | None
-    cached_tokens: int  # of the prompt, where it is computed
+    cached_tokens: int  # prompt tokens in the cache of the worker that computes the prompt
 
     @property
     def kind(self) -> str:
-        """For metrics and /explain."""
+        """Name of the placement for metrics and /explain."""
         return "disaggregated" if self.prefill is not None else "local"
 
 
 @dataclass(slots=True, eq=False)
 class Journal:
-    """One choice, from admission to its end. Times are time.monotonic(): uvloop's clock counts milliseconds."""
+    """One choice, from admission to its end. Times are time.monotonic(), as uvloop's clock has only milliseconds."""
 
     choice_id: str
     prompt_token_ids: list[int]
@@ -55,23 +55,23 @@ class Journal:
     sampling: pb.SamplingParams
     deadline: float
     arrival: float
-    request: pb.Submit = field(default_factory=pb.Submit)  # what it asks for, in the Submit of every leg and choice
+    request: pb.Submit = field(default_factory=pb.Submit)  # fields for the Submit of every leg of every choice
     session: str = ""
 
     output_token_ids: list[int] = field(default_factory=list)
-    kv_handle: pb.KvHandle | None = None  # where the prompt's KV waits for a decode worker that has not come yet
+    kv_handle: pb.KvHandle | None = None  # handle on the prompt's KV, until a decode worker has read it
     num_legs: int = 0
     num_migrations: int = 0
     num_moves: int = 0
-    num_failures_in_row: int = 0  # without a token between them
+    num_failures_in_row: int = 0  # failures without a token between them
     num_tokens_before: int = 0  # output tokens at the last failure
     first_token_time: float = 0.0
-    num_draft_tokens: int = 0  # computed by the workers that have ended their part
+    num_draft_tokens: int = 0  # of legs that have ended
     num_accepted_tokens: int = 0
-    first_times: pb.RequestTimes | None = None  # what the worker measured that computed the prompt first
+    first_times: pb.RequestTimes | None = None  # measurements of the worker that computed the prompt first
     last_token_time: float = 0.0
-    events: list[Event] = field(default_factory=list)  # the time line
-    outcome: str = "abort"  # how it ended: stop, length, refused, error; abort until something is known
+    events: list[Event] = field(default_factory=list)  # in order of time
+    outcome: str = "abort"  # stop, length, refused or error; abort if cancelled, and while it is open
 
     def __post_init__(self) -> None:
         self.packed_prompt = pack_ids(self.prompt_token_ids)
@@ -87,7 +87,7 @@ class Journal:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that a cache gave where the prompt was computed first."""
+        """Prompt tokens that were in the cache of the worker that computed the prompt first."""
         return 0 if self.first_times is None else min(self.first_times.num_cached_tokens, len(self.prompt_token_ids))
 
     @property
@@ -102,8 +102,8 @@ class Journal:
         self.num_tokens_before = len(self.output_token_ids)
 
     def next_submit(self, now: float) -> pb.Submit:
-        """The message that makes a worker go on from here, under a name that no earlier leg had: late messages of a
-        lost worker find nobody."""
+        """Return the message that makes a worker continue from here. Its request_id is new for each leg, so that late
+        messages of a lost worker match no leg."""
         self.num_legs += 1
         submit = pb.Submit(
             request_id=f"{self.choice_id}.{self.num_legs}",

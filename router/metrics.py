@@ -1,4 +1,4 @@
-"""The router's metrics of one model: observed per step or per request, or read off its workers on a scrape."""
+"""The router's metrics of one model: observed per step or per request, or read from its workers on a scrape."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PLACEMENTS = ("disaggregated", "local", "kept")
 
 
 class RouterMetrics:
-    """Children are looked up once: an observation is one call."""
+    """Metrics of one model. Labels are looked up once, so an observation is one call."""
 
     def __init__(self, model_name: str, shares: RouterMetrics | None = None) -> None:
-        """`model_name` is the model's own name, which its workers' metrics have, too.
+        """model_name: the model's own name, which its workers' metrics have, too.
 
-        `shares`: the metrics of another model, which are rendered together with these.
+        shares: the metrics of another model, which are rendered together with these.
         """
         metrics = MetricSet({"model_name": model_name}, shares._set if shares else None)
         if shares is None:
@@ -33,7 +33,7 @@ class RouterMetrics:
         self.time_to_first_token = metrics.histogram("vllm:time_to_first_token_seconds")
         self.inter_token_latency = metrics.step_histogram("vllm:inter_token_latency_seconds")
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens")
-        self.longest_output = metrics.histogram("vllm:request_max_num_generation_tokens")  # of a request's choices
+        self.longest_output = metrics.histogram("vllm:request_max_num_generation_tokens")  # per request
         self.migrations = metrics.counter("mini_infer_migrations")
         self.moves = metrics.counter("mini_infer_moves")
         self.placements = {kind: metrics.counter("mini_infer_placements", placement=kind) for kind in PLACEMENTS}
@@ -50,15 +50,15 @@ class RouterMetrics:
         self._prompt_length = metrics.histogram("vllm:request_prompt_tokens")
         self._output_length = metrics.histogram("vllm:request_generation_tokens")
         self._ended = {r: metrics.counter("vllm:request_success", finished_reason=r) for r in FINISHED_REASONS}
-        for status in REFUSED_STATUSES:  # at 0: a rate begins with the first one
+        for status in REFUSED_STATUSES:  # exports 0, so that a rate includes the first refusal
             metrics.counter("mini_infer_requests_refused", status=str(status))
 
     def choice_ended(self, journal: Journal, now: float) -> None:
-        """Observe everything that is known at the end of a choice."""
+        """Observe everything that is known only at the end of a choice."""
         num_output = len(journal.output_token_ids)
         self._ended[journal.outcome].inc()
         if journal.outcome == "refused":
-            return  # in no time and without an answer: it would make latencies look better under overload
+            return  # it took no time: latencies would look better under overload
         self._num_tokens_of_ended += num_output
         self._prompt_length.observe(len(journal.prompt_token_ids))
         self._output_length.observe(num_output)
@@ -77,11 +77,11 @@ class RouterMetrics:
         self._set.counter("mini_infer_requests_refused", status=str(status)).inc()
 
     def render(self) -> bytes:
-        """The text for a scrape, of all models whose metrics are shared."""
+        """Return the text for a scrape, with all models that share metrics."""
         return self._set.render()
 
     def read(self, workers: ModelWorkers, open_choices: Collection[Journal]) -> None:
-        """Bring up to date what is not observed as it happens, before a scrape."""
+        """Update, before a scrape, the metrics that are not observed as they change."""
         self._read_choices(open_choices)
         now = time.monotonic()
         states = Tally((link.role, link.state(now)) for link in workers.links)
@@ -95,7 +95,7 @@ class RouterMetrics:
             gauge.set(by_state[state_of_index])
 
     def _read_choices(self, open_choices: Collection[Journal]) -> None:
-        """Count open choices and their tokens: counted at their ends, long answers would come in one lump."""
+        """Count open choices and their tokens, as tokens of long answers counted at the end would be a spike."""
         num_running = sum(journal.has_started for journal in open_choices)
         self._set.gauge("mini_infer_open_choices", state="running").set(num_running)
         self._set.gauge("mini_infer_open_choices", state="waiting").set(len(open_choices) - num_running)

@@ -1,7 +1,7 @@
-"""All choices of one client's request: start them in the right order, and push what they say to one sink.
+"""One client's request: starts its choices in the right order and pushes their updates to one sink.
 
-The first choice of a prompt starts alone; the others start when its prompt is computed, so that they find it in the
-prefix cache. When the deadline is exceeded, choices end with the text that they have
+The first choice of a prompt starts alone; the others start when the prompt is computed, so that they find it in the
+prefix cache. When the deadline is exceeded, choices end with their text so far
 (docs/decisions/deadlines-admission-and-migration.md).
 """
 
@@ -17,17 +17,17 @@ from router.metrics import RouterMetrics
 
 
 class Sink(Protocol):
-    """Destination of an answer. Called where a worker's report arrives: it must not wait."""
+    """Destination of an answer. Called while a worker's report is handled, so its methods must not block."""
 
     def on_update(self, index: int, update: Update) -> None:
-        """Take an update of choice `index`; with a finish reason it is the last."""
+        """Take an update of choice `index`. One with a finish reason is the last."""
 
     def on_failure(self, error: Exception) -> None:
-        """Take the request's failure; nothing more comes."""
+        """Take the request's failure; no update follows."""
 
 
 class GenerationRequest:
-    """`start` it once, `close` it always."""
+    """All choices of a request. Call `start` once, and `close` in any case."""
 
     def __init__(self, request_id: str, choices: list[Choice], metrics: RouterMetrics) -> None:
         self.request_id = request_id
@@ -42,11 +42,11 @@ class GenerationRequest:
         if len(self.choices) > len(leaders):
             self._held = {choice.prompt_index for choice in leaders}
         for choice in leaders:
-            if choice.state is State.NEW:  # else another one has failed already
+            if choice.state is State.NEW:  # else the failure of another one has cancelled it
                 choice.start(self)
 
     def close(self) -> None:
-        """Cancel what is still open, and let go of everything: these objects hold each other."""
+        """Cancel open choices, and drop references, which form cycles."""
         self._cancel()
         if self.choices:
             longest = max(len(choice.journal.output_token_ids) for choice in self.choices)
@@ -59,7 +59,7 @@ class GenerationRequest:
         return any(choice.state is State.WAITING for choice in self.choices)
 
     def usage(self) -> Usage:
-        """Counts so far. A prompt counts once, however many choices it has."""
+        """Count the tokens so far. A prompt counts once, however many choices it has."""
         leaders = self._leaders()
         return Usage(
             prompt_tokens=sum(len(choice.journal.prompt_token_ids) for choice in leaders),
@@ -69,18 +69,18 @@ class GenerationRequest:
         )
 
     def _leaders(self) -> list[Choice]:
-        """The first choice of each prompt."""
+        """Return the first choice of each prompt."""
         first: dict[int, Choice] = {}
         for choice in self.choices:
             first.setdefault(choice.prompt_index, choice)
         return list(first.values())
 
-    # -- what choices push -------------------------------------------------------------------------------------
+    # -- calls of choices --------------------------------------------------------------------------------------
 
     def on_update(self, choice: Choice, update: Update) -> None:
-        if self._held and choice.prompt_index in self._held:  # which is computed now
+        if self._held and choice.prompt_index in self._held:  # the prompt is computed now
             self._held.remove(choice.prompt_index)
-            # Later, when the KV events of the same report are in the index.
+            # Not at once: first the index must have the KV events of this report.
             asyncio.get_running_loop().call_soon(self._start_followers, choice.prompt_index)
         self._sink.on_update(choice.index, update)
 
@@ -89,7 +89,7 @@ class GenerationRequest:
             try:
                 self.on_update(choice, choice.text.cut())
                 return
-            except Exception as bug:  # noqa: BLE001 - reported like any other failure: callbacks would swallow it
+            except Exception as bug:  # noqa: BLE001 - reported as a failure: callbacks would swallow it
                 error = bug
         self._sink.on_failure(error)
         self._cancel()

@@ -1,6 +1,6 @@
 """Served models: everything that a router has once per model, selected by a request's `model` field.
 
-Behind the gateway nothing asks for the model again: a choice has its model's dispatcher, and that has its workers.
+Only the gateway looks up models: a choice has its model's dispatcher, which has its workers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from router.workers.model_workers import ModelLimits, ModelWorkers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """A model, or an adapter of one: that has another name, and everything but `adapter` in common with its base."""
+    """A model, or an adapter of one, which shares all but its name, `adapter` and `parent` with its base."""
 
     name: str
     aliases: tuple[str, ...]
-    tokenizer: Tokenizer  # and chat template
-    workers: ModelWorkers  # and prefix index
-    dispatcher: Dispatcher  # and queue, metrics, log
+    tokenizer: Tokenizer  # with the chat template
+    workers: ModelWorkers  # with the prefix index
+    dispatcher: Dispatcher  # with queue, metrics, log
     adapter: str = ""
-    parent: str = ""  # of an adapter: its base's name
+    parent: str = ""  # name of an adapter's base
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -41,7 +41,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What a router reads from a model's files, and the name that clients use; empty: `own_name`."""
+    """Everything that a router reads from a model's files. name: for clients; empty: `own_name`."""
 
     name: str
     own_name: str
@@ -49,7 +49,7 @@ class LoadedModel:
 
 
 def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[ServedModel]:
-    """The models of one router, in the same order. Raises ConfigError when two have a name in common."""
+    """Make the models of one router, in the same order. Raises ConfigError when two share a name."""
     own = [item.tokenizer for item in loaded]
     tokenizers = call_wing("router.chat_templates.templates:with_templates", config, own) or own
     models: list[ServedModel] = []
@@ -68,7 +68,7 @@ def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[Se
 
 
 def roles_of(config: RouterConfig, workers: ModelWorkers) -> Roles:
-    """What places the requests of one model."""
+    """Choose the implementation that places the requests of one model."""
     open_roles: Callable[[RouterConfig, ModelWorkers], Roles] = (
         from_wing("router.objectives.adaptive:open_objectives")
         or from_wing("router.costs.roles:PolicyRoles")

@@ -1,4 +1,4 @@
-"""Life of the router's process: read the tokenizers, listen, and serve until SIGTERM."""
+"""The router's process: reads the tokenizers, listens, and serves until SIGTERM."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from router.http.chunk_writer import ChunkProtocol
 from router.served_model import LoadedModel, serve_models
 
 MAX_CONNECTIONS_WAITING = 1024
-KEEPALIVE = {  # of TCP: a client whose machine is gone sends no FIN
+KEEPALIVE = {  # TCP options, because a client whose machine is gone sends no FIN
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
     socket.TCP_KEEPCNT: 3,
     socket.TCP_USER_TIMEOUT: 60_000,
 }
 GC_THRESHOLD = 50_000  # the default of 700 allocations would collect every few chunks
-TICKS_A_SECOND = 10  # of uvicorn's main loop
+TICKS_A_SECOND = 10  # frequency of uvicorn's main loop
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with one line when it is ready and on which port, and free memory returned now and then."""
+    """uvicorn that prints its address when it is ready, and returns free memory to the system now and then."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load(name: str, model: str) -> LoadedModel:
-    """Read what a router needs of the files of `model`. Raises ConfigError."""
+    """Read from the files of `model` what a router needs. Raises ConfigError."""
     files = resolve_model(model, weights=False)
     return LoadedModel(name, files.name, load_tokenizer(files))
 
@@ -84,7 +84,7 @@ def parse_settings(argv: list[str] | None) -> tuple[RouterConfig, HttpConfig]:
 
 
 def protocol_for(http: HttpConfig) -> type[ChunkProtocol]:
-    """How clients' connections are served. Raises ConfigError where there can be fewer than the settings allow."""
+    """Return the protocol of clients' connections. Raises ConfigError if the settings allow more than possible."""
     return call_wing("router.connections.protocol:bounded_protocol", http) or ChunkProtocol
 
 
@@ -98,7 +98,7 @@ async def _serve(gateway: Gateway, http: HttpConfig, protocol: type[ChunkProtoco
             log_config=None,
             server_header=False,
             date_header=False,
-            proxy_headers=False,  # the peer is the client: only loopback may drain workers
+            proxy_headers=False,  # keeps the peer's address as the client: only loopback may drain workers
             backlog=MAX_CONNECTIONS_WAITING,
             timeout_keep_alive=round(http.idle_connection_seconds),
             timeout_graceful_shutdown=round(gateway.config.drain_grace_seconds),
@@ -108,9 +108,9 @@ async def _serve(gateway: Gateway, http: HttpConfig, protocol: type[ChunkProtoco
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(RateLimit())
     gc.collect()
-    gc.freeze()  # what start-up made stays; the collector need not look at it again
+    gc.freeze()  # objects from start-up live on: the collector need not scan them again
     gc.set_threshold(GC_THRESHOLD, 20, 20)
-    # uvicorn takes these signals to shut down, then raises them again: let that find a handler, and exit with 0.
+    # uvicorn shuts down on these signals, then raises them again: a handler must exist for exit code 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ async def _serve(gateway: Gateway, http: HttpConfig, protocol: type[ChunkProtoco
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError with what to do when there is none to have."""
+    """Open a listening socket. Raises ConfigError, which says what to do, when that fails."""
     listener = socket.socket(socket_family(host), socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -53,7 +53,7 @@ class StartDisplay:
         self._write("serve", f"{name}: {state}")
 
     def status(self, name: str, text: str) -> None:
-        """Take a service's own report of what it is doing; not shown here."""
+        """Called with a service's report of what it is doing; not shown here."""
 
     def tell(self, text: str) -> None:
         """Show a line of `serve` itself."""

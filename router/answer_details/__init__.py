@@ -1,1 +1,1 @@
-"""Details of answers in addition to their text: log-probabilities, token ids, the prompt."""
+"""Answer fields besides the text: log-probabilities, token ids, the prompt."""

@@ -1,4 +1,4 @@
-"""Log-probabilities, token ids and prompts in answers: the fields that ask for them, and their JSON in chats."""
+"""Log-probabilities, token ids and prompts in answers: the request fields for them, and their JSON for chats."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf
 
 
 class DetailFields(Body):
-    """Fields of a request's body that ask for details."""
+    """Request fields of all APIs."""
 
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # instead of tokens' texts, in log-probabilities
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities, instead of tokens' texts
 
 
 class ChatDetailFields(DetailFields):
-    """Fields of a chat request's body that ask for details."""
+    """Request fields of chats."""
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -43,14 +43,14 @@ class ChatDetailFields(DetailFields):
 
 
 def details_of(body: GenerationBody, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> Details | None:
-    """Return the details for answers to a chat request; None: only their text."""
+    """Return the details for the answers to a chat request; None if it asks only for text."""
     if isinstance(body, ChatDetailFields) and (body.logprobs or body.return_token_ids or body.return_prompt_text):
         return ChatDetails(body, tokenizer, prompt_token_ids)
     return None
 
 
 class ChatDetails(Details):
-    """The details for one request."""
+    """Details of the answers to one chat request."""
 
     def __init__(self, body: ChatDetailFields, tokenizer: Tokenizer, prompt_token_ids: list[int]) -> None:
         self._body = body

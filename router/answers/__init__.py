@@ -1,1 +1,1 @@
-"""What requests ask of answers: a format, tools, separate reasoning."""
+"""Optional parts of answers: a required format, tool calls, separate reasoning."""

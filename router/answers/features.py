@@ -1,4 +1,4 @@
-"""Optional features of answers: a given format (`router/grammar`), tools (`router/tools`), separate reasoning
+"""Optional parts of answers: a required format (`router/grammar`), tool calls (`router/tools`), separate reasoning
 (`router/reasoning`)."""
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if HAS_ADVICE:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFeatures(Features):
-    """The features that one request asks for."""
+    """The format, tools and reasoning that one request asks for."""
 
-    grammar: str = ""  # that the answers follow; empty: none
+    grammar: str = ""  # the grammar that answers follow; empty: none
     tools: list[dict[str, Any]] | None = None
-    parts: tuple[AnswerPart, ...] = ()  # of chat answers, in the order in which they are taken out of the text
-    grammar_field: str = ""  # the field that asks for the grammar
+    parts: tuple[AnswerPart, ...] = ()  # parts of chat answers, in the order in which they are split off the text
+    grammar_field: str = ""  # the request field with the grammar
 
     @classmethod
     async def of(
@@ -86,7 +86,7 @@ class AnswerFeatures(Features):
         return cls(grammar, parts=parts, grammar_field=field)
 
     def client_field(self, name: str) -> str:
-        """Return the field that the client sent, since workers do not know which field asked for a grammar."""
+        """Return the client's field: workers do not know which field had the grammar."""
         return self.grammar_field or name if name == WORKERS_GRAMMAR_FIELD else name
 
     def sampling(
@@ -96,7 +96,7 @@ class AnswerFeatures(Features):
         limits: ModelLimits,
         prompt_token_ids: list[int],
     ) -> pb.SamplingParams:
-        """Return the parameters of a prompt's first choice, with the grammar of what follows the prompt."""
+        """Return the parameters of a prompt's first choice, with the grammar for what follows the prompt."""
         params = super(AnswerFeatures, self).sampling(body, tokenizer, limits, prompt_token_ids)
         params.grammar = self.grammar
         for part in self.parts:

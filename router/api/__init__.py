@@ -1,1 +1,1 @@
-"""The OpenAI API without HTTP: schemas, prompts, sampling parameters, choices and how they are rendered."""
+"""The OpenAI API without HTTP: schemas, prompts, sampling parameters, the text of choices and its rendering."""

@@ -1,6 +1,6 @@
-"""Tokenize messages and prompts: what follows sees token ids only.
+"""Tokenizes messages and prompts: all code after this sees only token ids.
 
-Long texts are encoded on a thread, so that open streams go on meanwhile. Raises InvalidRequestError.
+Long texts are encoded on a thread, so that open streams continue meanwhile. Raises InvalidRequestError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from router.api.schemas import Message
 from router.workers.model_workers import ModelLimits
 
 INLINE_CHARS = 8_192  # about 2 ms; longer texts are encoded on a thread
-MAX_CHARS_PER_TOKEN = 128  # no text with more characters than this times the context can fit
+MAX_CHARS_PER_TOKEN = 128  # a text with more characters than this times the context cannot fit
 
 
 async def chat_prompt(
@@ -28,7 +28,7 @@ async def chat_prompt(
     use: TemplateUse,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, by the model's template. Raises InvalidRequestError when there are none."""
+    """Return a conversation's token ids by the chat template. Raises InvalidRequestError for an empty prompt."""
     plain = [message.for_template() for message in messages]
     num_chars = sum(len(message["content"]) for message in plain) + (len(orjson.dumps(tools)) if tools else 0)
     _refuse_hopeless(num_chars, limits, "messages")
@@ -45,7 +45,7 @@ async def chat_prompt(
 async def text_prompt(
     text: str, tokenizer: Tokenizer, limits: ModelLimits, add_special_tokens: bool = True, param: str = "prompt"
 ) -> list[int]:
-    """Token ids of one text. It may hold special tokens: the client owns all of it. param: the field that has it."""
+    """Return the token ids of one text. Special tokens are allowed: all of it is the client's. param: its field."""
     _refuse_hopeless(len(text), limits, param)
     token_ids = await _maybe_on_thread(lambda: tokenizer.encode(text, add_special_tokens, True), len(text))
     if not token_ids:

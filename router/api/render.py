@@ -1,7 +1,7 @@
-"""The JSON of answers: the base of renderers of all APIs, and `/v1/chat/completions`.
+"""Renders answers as JSON: the base class of all APIs' renderers, and the one of `/v1/chat/completions`.
 
-The chunk that almost every token takes is a prefix rendered once plus the JSON of its text; everything else is built
-as a dictionary. Knows nothing of HTTP, workers or how text came about.
+The chunk of almost every token is a prefix rendered once plus the JSON of its text; all else is built as a
+dictionary. Knows nothing of HTTP, workers or detokenization.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Details:
-    """What a chat's answer tells beside its text: nothing. `router/answer_details` tells more."""
+    """Fields of a chat's answer besides its text: none here. `router/answer_details` adds some."""
 
-    are_of_tokens = False  # some belong to chunks of text
+    are_of_tokens = False  # whether chunks of text have some
 
     def prompt(self) -> dict[str, Any]:
-        """Fields of an answer or of the chunk that begins a choice."""
+        """Return fields of an answer, or of the chunk that begins a choice."""
         return {}
 
     def chunk(self, update: Update | ChoiceResult) -> dict[str, Any]:
-        """Fields of a choice in a chunk."""
+        """Return fields of a choice in a chunk."""
         return {}
 
     def choice(self, result: ChoiceResult) -> dict[str, Any]:
-        """Fields of a choice in an answer in one piece."""
+        """Return fields of a choice in an answer that is not streamed."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """The parts of an answer that the client asked for."""
+    """Identity of an answer, and the parts that the client asked for."""
 
     request_id: str
     model: str
@@ -54,7 +54,7 @@ def event(value: Any) -> bytes:
 
 
 class PlainChunks:
-    """Chunks of nothing but text: the JSON around it is made once per choice."""
+    """Renders chunks of only text: the JSON around it is made once per choice."""
 
     def __init__(self, head: dict[str, Any], before_text: bytes, after_text: bytes, include_usage: bool) -> None:
         self._before_index = b"data: " + orjson.dumps(head)[:-1] + b',"choices":[{"index":'
@@ -74,10 +74,10 @@ class PlainChunks:
 
 
 class Renderer(ABC):
-    """One API's shape of the answer."""
+    """Renders answers as the JSON of one API."""
 
     def __init__(self, options: RenderOptions, tokenizer: Tokenizer, kind: str) -> None:
-        """`kind` is what the API calls an event of a stream."""
+        """kind: the API's name for an event of a stream."""
         self.options = options
         self._tokenizer = tokenizer
         self._head: dict[str, Any] = {
@@ -115,9 +115,9 @@ class Renderer(ABC):
 
 
 class ChatRenderer(Renderer):
-    """Content alone: `router/grammar/answer_parts.py` adds other parts of messages."""
+    """Renders only content; `router/grammar/answer_parts.py` adds other parts of messages."""
 
-    _first_content: str | None = ""  # in the chunk that begins a choice
+    _first_content: str | None = ""  # content of the chunk that begins a choice
 
     def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
         super().__init__(options, tokenizer, "chat.completion.chunk")
@@ -136,7 +136,7 @@ class ChatRenderer(Renderer):
         return self._full_chunk(index, update, self._delta(index, update), usage)
 
     def _full_chunk(self, index: int, update: Update | ChoiceResult, delta: dict[str, Any], usage: Usage) -> bytes:
-        """Render what has come, and the end as a chunk of its own: clients take nothing else from that."""
+        """Render the update, and its end as a separate chunk: clients read nothing but the end from that one."""
         details = self.options.details
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         choice |= details.chunk(update)
@@ -157,7 +157,7 @@ class ChatRenderer(Renderer):
         return {"role": "assistant", "content": result.text, "refusal": None}
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
-        """What clients are told for an end that workers call `reason`."""
+        """Return the finish reason for clients from that of the update."""
         return reason
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:

@@ -1,4 +1,4 @@
-"""Translate API parameters to the SamplingParams of workers. Raises InvalidRequestError."""
+"""Translates API parameters to the SamplingParams of workers. Raises InvalidRequestError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEED_MASK = (1 << 64) - 1
 
 
 def sampling_params(body: GenerationBody, limits: ModelLimits, num_prompt_tokens: int) -> pb.SamplingParams:
-    """Parameters of the first choice; `for_choice` derives the others."""
+    """Return the parameters of the first choice; `for_choice` derives those of the others."""
     max_tokens = _max_tokens(body, limits, num_prompt_tokens)
     params = pb.SamplingParams(
         max_tokens=max_tokens,
@@ -37,7 +37,7 @@ def sampling_params(body: GenerationBody, limits: ModelLimits, num_prompt_tokens
 
 
 def for_choice(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
-    """Derive the parameters of choice `index` of n: another seed, and no second copy of the prompt's logprobs."""
+    """Derive the parameters of choice `index` of n: another seed, and no prompt logprobs, which the first one has."""
     if index == 0:
         return params
     derived = pb.SamplingParams()
@@ -68,11 +68,11 @@ def _max_tokens(body: GenerationBody, limits: ModelLimits, num_prompt_tokens: in
             f"not {asked}",
             field,
         )
-    return max(asked, 1)  # 0 only echoes the prompt: workers generate at least one token, which is not shown
+    return max(asked, 1)  # for 0, which only echoes the prompt, workers still generate one token, which is not shown
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[int]:
-    """`token_ids`, all of which are in the vocabulary. Raises InvalidRequestError."""
+    """Return `token_ids`. Raises InvalidRequestError for one outside the vocabulary."""
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise InvalidRequestError(f"{param}: token id {largest} is outside the vocabulary of {vocab_size}", param)

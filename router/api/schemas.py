@@ -1,8 +1,7 @@
-"""Schemas of request bodies and the messages in them: strict pydantic models, and bounds. `parse` applies them.
+"""Schemas of request bodies and their messages: strict pydantic models, and bounds.
 
-`router/features.py` adds the fields of optional parts.
-
-Knows nothing of tokens: ranges that need the model (context, vocabulary) are checked in `prompts` and `sampling`.
+`router/http/body.py` validates bodies by them, `router/features.py` adds the fields of wings. Knows nothing of
+tokens: `prompts` and `sampling` check ranges that depend on the model (context, vocabulary).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from common.errors import InvalidRequestError
 MAX_MESSAGES = 4096
 MAX_LIST = 128
 MAX_LABEL_CHARS = 512
-MAX_CHOICES = 128  # of a request
+MAX_CHOICES = 128  # per request
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
@@ -32,7 +31,7 @@ class Body(BaseModel):
     """Base of all bodies: no coercion, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
-    no_effect: ClassVar[frozenset[str]] = frozenset()  # fields that are checked, and change nothing
+    no_effect: ClassVar[frozenset[str]] = frozenset()  # fields that are checked, but change nothing
 
 
 class TextPart(Body):
@@ -48,7 +47,7 @@ CONTENT = Field(description=f"a text or a list of at most {MAX_MESSAGES} parts; 
 
 
 class Message(Body):
-    """What somebody said. `router/message_parts` knows more of it than its text."""
+    """A message of a conversation: its text. `router/message_parts` adds other parts."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None, CONTENT] = None
@@ -59,7 +58,7 @@ class Message(Body):
         return self.content is None
 
     def for_template(self) -> dict[str, Any]:
-        """The form that chat templates expect: content is a string."""
+        """Return the form that chat templates expect: content is a string."""
         content = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
@@ -76,16 +75,16 @@ def check_messages(messages: Sequence[Message]) -> None:
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # OpenAI's padding against readers of packet sizes
+    include_obfuscation: Literal[False] | None = None  # OpenAI's padding, which hides packet sizes
 
 
 class GenerationBody(Body):
-    """Fields of all requests for text. `router/completions_api` has others of such requests than a chat's."""
+    """Fields of all requests for text: chats, and those of `router/completions_api`."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     prompt_field: ClassVar[str] = "messages"
-    continues_prompt: ClassVar[bool] = False  # whether the answer's text goes on from the prompt's
-    default_tokens: ClassVar[int | None] = None  # of an answer; None: as many as there is room for
+    continues_prompt: ClassVar[bool] = False  # whether the answer's text continues the prompt's
+    default_tokens: ClassVar[int | None] = None  # default max_tokens; None: up to the context length
 
     model: Label | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -118,17 +117,17 @@ class GenerationBody(Body):
 
     @property
     def asked_tokens(self) -> tuple[int | None, str]:
-        """The most tokens of an answer, and the field that says so."""
+        """The maximum number of tokens of an answer, and the field that gives it."""
         return self.max_tokens, "max_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives to each token whose log-probabilities are told; None: not even the token's own."""
+        """Number of alternatives to each token to return log-probabilities for; None: no log-probabilities at all."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Like num_logprobs, for the prompt's tokens."""
         return None
 
 

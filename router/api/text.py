@@ -1,7 +1,7 @@
-"""Turn the tokens of a choice into text: detokenizer, logprobs, finish reason; and collect it.
+"""Turns the tokens of a choice into text with logprobs and finish reason, and collects it.
 
-Takes deltas of workers, gives updates to sinks. Knows nothing of workers, HTTP or JSON. Its state is not touched by
-a migration: each token comes here once.
+Takes workers' deltas, returns updates for sinks. Knows nothing of workers, HTTP or JSON. A migration does not change
+its state: each token comes here once.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 @dataclass(frozen=True, slots=True)
 class DeltaToolCall:
-    """The beginning of a function's call, or more of its arguments."""
+    """The beginning of a tool call, or more of its arguments."""
 
-    index: int  # among the calls of its choice
-    call_id: str  # where the call begins; empty elsewhere, as is the name
+    index: int  # index of the call in its choice
+    call_id: str  # set, as the name, in the first delta of a call, else empty
     name: str
-    arguments: str  # the next characters of a JSON text
+    arguments: str  # the next characters of the JSON text
 
 
 @dataclass(slots=True)
 class Update:
-    """New text and tokens of a choice. Without finish_reason the choice goes on."""
+    """New text and tokens of a choice. Without finish_reason the choice continues."""
 
     text: str
     token_ids: list[int]
@@ -45,7 +45,7 @@ class Update:
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """All updates of one choice, merged."""
+    """The merged updates of one choice."""
 
     index: int
     prompt_index: int = 0
@@ -77,7 +77,7 @@ class ChoiceResult:
 
 
 def merged_calls(deltas: Sequence[DeltaToolCall]) -> list[DeltaToolCall]:
-    """One delta for each call, as clients expect of a chunk or a message."""
+    """Merge the deltas of each call into one, as clients expect in a chunk or a message."""
     by_index: dict[int, list[DeltaToolCall]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
@@ -111,10 +111,10 @@ class Usage:
 
 
 class TextEnd(Protocol):
-    """Ends one choice by what its text holds, as `router/stop_strings` does."""
+    """Ends one choice depending on its text, such as `router/stop_strings`."""
 
     def push(self, detokenizer: Detokenizer, token_ids: list[int], num_before: int, update: Update) -> None:
-        """Set the update's text, of these tokens, which follow `num_before` others; and its end, if that is here."""
+        """Set the update's text from token_ids, after `num_before` tokens, and its end if the text ends here."""
 
 
 NewTextEnd = Callable[[], TextEnd]
@@ -122,15 +122,15 @@ NewTextEnd = Callable[[], TextEnd]
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """How the text of a choice comes about, and where it stops beyond what workers check."""
+    """How to turn a choice into text, and where to stop besides the criteria that workers check."""
 
-    continues: bool = False  # the prompt's text
+    continues: bool = False  # the text continues the prompt's
     skip_special: bool = True
     has_logprobs: bool = True
     new_end: NewTextEnd | None = None
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     shows_stop_token: bool = False
-    shows_nothing: bool = False  # max_tokens 0: the one token that a worker must generate is dropped
+    shows_nothing: bool = False  # max_tokens 0: drop the one token that workers always generate
 
 
 class ChoiceText:
@@ -142,18 +142,18 @@ class ChoiceText:
         rules: TextRules,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """shown: special tokens whose texts are there even so."""
+        """shown: special tokens whose texts are kept even with skip_special."""
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self._rules = rules
         self._end = rules.new_end() if rules.new_end else None
-        # Tokens become text, nothing else.
+        # Whether tokens only become text.
         self._is_plain = not (self._end or rules.has_logprobs or rules.shows_nothing)
         self._detokenizer = tokenizer.detokenizer(rules.skip_special, rules.continues, shown)
 
     def push(self, token_ids: list[int], delta: pb.TokenDelta) -> Update:
-        """`token_ids` are those of `delta`; the update keeps the list. Raises EngineError when the worker has ended
-        the choice without a reason that a client knows."""
+        """Take a delta. token_ids: its tokens; the update keeps the list. Raises EngineError if the worker has ended
+        the choice with a reason that clients do not know."""
         if self._is_plain and not delta.finish_reason:  # almost every token
             self.num_tokens += len(token_ids)
             return Update(self._detokenizer.push(token_ids), token_ids)
@@ -177,9 +177,9 @@ class ChoiceText:
         return update
 
     def cut(self) -> Update:
-        """End here, because the deadline is exceeded, with the text that was held back."""
+        """End the choice, because its deadline is exceeded, with the text that was held back."""
         update = self.push([], pb.TokenDelta(finish_reason=pb.FINISH_REASON_LENGTH))
-        if update.finish_reason == "length":  # not a stop string that the last characters complete
+        if update.finish_reason == "length":  # else the text that was held back completed a stop string
             update.stop_reason = DEADLINE
         return update
 

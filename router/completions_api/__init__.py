@@ -1,1 +1,1 @@
-"""OpenAI's API for continuing texts: `/v1/completions`."""
+"""OpenAI's API that continues texts: `/v1/completions`."""

@@ -1,4 +1,4 @@
-"""Schema of the body of POST /v1/completions."""
+"""Schema of request bodies of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class CompletionBody(DetailFields, GenerationBody):
 
     @property
     def per_prompt(self) -> int:
-        """Number of choices for each prompt, the best `n` of which are shown."""
+        """Number of choices to generate for each prompt; the best `n` are shown."""
         return self.best_of or self.n or 1
 
     @property
     def num_logprobs(self) -> int | None:
         if self.logprobs is None and self.per_prompt > (self.n or 1):
-            return 0  # the best choices have the highest mean
+            return 0  # the best choices are those with the highest mean logprob
         return self.logprobs
 
     @property
@@ -68,7 +68,7 @@ class CompletionBody(DetailFields, GenerationBody):
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """All prompts of the request, each a text or token ids."""
+        """The prompts of the request, each a text or token ids."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt

@@ -1,4 +1,4 @@
-"""The JSON of `/v1/completions`: `text_completion`, both for chunks and for whole answers."""
+"""Renders the JSON of `/v1/completions`: `text_completion`, both for chunks and whole answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.completions_api.bodies import CompletionBody
 
 
 class CompletionRenderer(Renderer):
-    """Shows the best `n` choices for each prompt."""
+    """Renders the best `n` choices for each prompt."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class CompletionRenderer(Renderer):
         prompts: Sequence[list[int]],
         shown: Sequence[str | Sequence[int]],
     ) -> None:
-        """shown: the prompts that texts begin with, as the client gave them."""
+        """shown: prompts to echo at the beginning of texts, as the client gave them; empty: none."""
         super().__init__(options, tokenizer, "text_completion")
         self._body = body
         self._prompts = prompts
         self._has_logprobs = body.logprobs is not None
         decode = partial(tokenizer.decode, skip_special=False)
         self._shown = [each if isinstance(each, str) else decode(each) for each in shown]
-        self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}  # these come with a prompt's first choice
+        self._prompt_logprobs: dict[int, Sequence[pb.TokenLogprobs]] = {}  # by prompt; only its first choice has them
         is_plain = not (self._has_logprobs or body.return_token_ids or options.continuous_usage or shown)
         self._plain = PlainChunks(self._head, b'"text":', b"", options.include_usage) if is_plain else None
         self._offsets: dict[int, int] = {}  # characters shown so far, for text_offset
@@ -72,7 +72,7 @@ class CompletionRenderer(Renderer):
     def _choice(
         self, index: int, text: str, update: Update | ChoiceResult, offset: int, prompt_index: int | None
     ) -> dict[str, Any]:
-        """Return a choice's JSON. prompt_index: given where the choice's text begins, where echo shows the prompt."""
+        """prompt_index: given only where the choice's text begins, where echo shows the prompt."""
         choice: dict[str, Any] = {
             "index": index, "text": text, "logprobs": None, "finish_reason": update.finish_reason,
         }  # fmt: skip
@@ -80,7 +80,7 @@ class CompletionRenderer(Renderer):
             shows_prompt = bool(self._shown) and prompt_index is not None
             before = self._prompt_items(prompt_index or 0) if shows_prompt else []
             choice["logprobs"] = self._logprobs([*before, *update.logprobs], offset)
-            if shows_prompt:  # no token precedes the first one to predict it
+            if shows_prompt:  # the first token has no logprob, since nothing comes before it
                 choice["logprobs"]["token_logprobs"][0] = None
                 choice["logprobs"]["top_logprobs"][0] = None
         if update.stop_reason is not None:
@@ -97,7 +97,7 @@ class CompletionRenderer(Renderer):
             self._prompt_logprobs[prompt_index] = update.prompt_logprobs
 
     def _prompt_items(self, prompt_index: int) -> list[pb.TokenLogprobs]:
-        """Return one entry per prompt token; a worker may leave out the first one, which has no logprob."""
+        """Build one entry per prompt token; workers may leave out the first one, which has no logprob."""
         token_ids, items = self._prompts[prompt_index], self._prompt_logprobs.get(prompt_index, ())
         known = items[len(items) - (len(token_ids) - 1) :] if items else []
         return [pb.TokenLogprobs(token_id=token_ids[0]), *known]
@@ -129,7 +129,7 @@ class CompletionRenderer(Renderer):
 
 
 def best_results(results: Sequence[ChoiceResult], n: int) -> list[ChoiceResult]:
-    """Return the n choices of each prompt with the best mean logprob, renumbered."""
+    """Return the n choices of each prompt with the best mean logprob, numbered anew."""
     by_prompt: dict[int, list[ChoiceResult]] = {}
     for result in results:
         by_prompt.setdefault(result.prompt_index, []).append(result)
@@ -144,5 +144,5 @@ def best_results(results: Sequence[ChoiceResult], n: int) -> list[ChoiceResult]:
 
 
 def _mean_logprob(result: ChoiceResult) -> float:
-    """Return the score for best_of; a choice without tokens is the worst."""
+    """Compute the score for best_of; a choice without tokens has the worst."""
     return sum(item.logprob for item in result.logprobs) / len(result.logprobs) if result.logprobs else -math.inf

@@ -30,7 +30,7 @@ def add_completion_route(routes: Routes, gateway: Gateway) -> None:
         prompts = truncated(body, model.limits(), encoded)
         features = await gateway.features(http, model, body, len(prompts) * body.per_prompt)
         request = gateway.request(http, model, body, features, prompts, body.per_prompt, arrival)
-        shown = () if not body.echo else body.prompts if prompts is encoded else prompts  # truncated ones as they are
+        shown = () if not body.echo else body.prompts if prompts is encoded else prompts  # or as truncated
         options = gateway.options(request, model, body, Details())
         renderer = CompletionRenderer(options, model.tokenizer, body, prompts, shown)
         return gateway.respond(http, request, renderer, bool(body.stream))

@@ -1,1 +1,1 @@
-"""HTTP: connections and their bounds, routes, errors in the shape of OpenAI, server-sent events."""
+"""HTTP: routes, request bodies, errors in OpenAI's shape, server-sent events."""

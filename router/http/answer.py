@@ -1,7 +1,7 @@
-"""The HTTP answer of a generation request, as a raw ASGI response: one JSON body, or a stream of events.
+"""The HTTP response of a generation request as raw ASGI: one JSON body, or a stream of events.
 
-Nothing is sent before the first update is there, so that a request that fails early gets a proper status. When the
-client goes away, the task is cancelled, which cancels the request on the workers.
+Nothing is sent before the first update, so that a request that fails early gets a proper status. When the client
+disconnects, the task is cancelled, which cancels the request on the workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from router.http.chunk_writer import CHUNK_WRITER, ChunkWriter
 from router.http.errors import error_object, error_response, log_if_internal
 from router.request import GenerationRequest
 
-KEEP_ALIVE = b": waiting for a worker\n\n"  # a comment: parsers of events skip it
+KEEP_ALIVE = b": waiting for a worker\n\n"  # a comment, which event parsers skip
 KEEP_ALIVE_SECONDS = 5.0
 Headers = dict[str, str]
 EVENT_STREAM_HEADERS = {
@@ -29,7 +29,7 @@ EVENT_STREAM_HEADERS = {
 
 
 class GenerationResponse(Response):
-    """Runs a request when it is sent."""
+    """Runs a request while it is sent."""
 
     def __init__(self, request: GenerationRequest, renderer: Renderer, headers: Headers, is_stream: bool) -> None:
         self.background = None
@@ -66,7 +66,7 @@ class GenerationResponse(Response):
 
 
 class WholeAnswer:
-    """Collects the choices of an answer in one piece."""
+    """Collects the choices of an answer that is not streamed."""
 
     def __init__(self, request: GenerationRequest, renderer: Renderer, headers: Headers) -> None:
         self._request = request
@@ -98,11 +98,11 @@ class WholeAnswer:
 
 
 class EventStream:
-    """Sends an answer as server-sent events, each written where its token arrives.
+    """Sends an answer as server-sent events, each written as soon as its token arrives.
 
-    While the client keeps up, an update goes from the worker's report to the socket in one call (`on_update`). What
-    comes before the headers are out, or while the client is behind by the transport's buffer, is kept: at most the
-    rest of the answer. The task in `respond` sends it, in one event per choice, and the end.
+    While the client keeps up, an update goes from the worker's report to the socket in one call (`on_update`).
+    Updates that come before the headers are sent, or while the transport's buffer is full, are kept; they are at most
+    the rest of the answer. The task in `respond` sends them, in one event per choice, and the end.
     """
 
     def __init__(self, request: GenerationRequest, renderer: Renderer, headers: Headers, writer: ChunkWriter) -> None:
@@ -110,10 +110,10 @@ class EventStream:
         self._renderer = renderer
         self._writer = writer
         self._headers = [(name.encode(), value.encode()) for name, value in (EVENT_STREAM_HEADERS | headers).items()]
-        self._has_begun = False  # the headers are out
-        self._is_caught_up = False  # all that was kept has been taken by the transport
-        self._shown: set[int] = set()  # choices of which something has been rendered
-        self._kept: dict[int, ChoiceResult] = {}  # by choice
+        self._has_begun = False  # the headers are sent
+        self._is_caught_up = False  # the transport has taken all kept updates
+        self._shown: set[int] = set()  # choices of which an event has been rendered
+        self._kept: dict[int, ChoiceResult] = {}  # merged updates by choice
         self._wake = asyncio.Event()
         self._error: Exception | None = None
         self._num_open = len(request.choices)
@@ -121,7 +121,7 @@ class EventStream:
         self._counts_usage = renderer.options.continuous_usage
         self._keep_alive_timer: asyncio.TimerHandle | None = None
 
-    # -- what the request pushes -------------------------------------------------------------------------------
+    # -- calls of the request ----------------------------------------------------------------------------------
 
     def on_update(self, index: int, update: Update) -> None:
         if update.finish_reason is not None:
@@ -137,15 +137,15 @@ class EventStream:
         self._error = error
         self._wake.set()
 
-    # -- through the task: beginning, end, and what a slow client could not take -----------------------------------
+    # -- the task: beginning, end, and updates that a slow client could not take ---------------------------------
 
     async def respond(self, scope: Scope, _: Receive, send: Send) -> None:
-        """Return when everything has been sent. Raises the request's error when nothing has been."""
+        """Return when everything has been sent. Raises the request's error if nothing has been sent."""
         try:
             last = await self._send_kept(send)
             last += self._renderer.end(self._request.usage())
             await self._begin(send)
-        except Exception as error:  # bugs, too: a stream that has begun must end in a way that clients understand
+        except Exception as error:  # bugs, too: a stream that has begun must end with an event
             if not self._has_begun:
                 raise
             log_if_internal(scope, error)
@@ -156,12 +156,12 @@ class EventStream:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_kept(self, send: Send) -> bytes:
-        """Send what is kept whenever the client can take it; return what is to be sent together with the end."""
+        """Send kept updates whenever the client can take them; return the bytes to send together with the end."""
         while True:
             self._is_caught_up = self._has_begun
             await self._wake.wait()
             self._wake.clear()
-            self._is_caught_up = False  # `send` may wait for the client: what comes now comes after this
+            self._is_caught_up = False  # `send` may wait for the client; later updates must follow these
             kept, self._kept = self._kept, {}
             body = b"".join(self._rendered(index, update) for index, update in kept.items())
             if not (self._num_open or self._error):
@@ -179,7 +179,7 @@ class EventStream:
             self._keep_alive()
 
     def _keep_alive(self) -> None:
-        """Send comments while choices wait for a worker, so that clients and proxies keep the stream open."""
+        """Send comments while choices wait for a worker, so that clients and proxies do not close the stream."""
         if self._request.is_waiting_for_worker and self._writer.is_ready:
             self._writer.write(KEEP_ALIVE)
         loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
-"""Read a request's JSON body and validate its fields, or say in a client's words what is wrong with them.
+"""Reads a request's JSON body and validates its fields, with error messages in terms of the API.
 
-Raises HttpError or InvalidRequestError, and what bounds on all bodies raise. A field is honoured, harmless by the
-lists of `router/foreign_fields`, or refused with a message that names it; none is ignored silently. What JSON parsers
-disagree about (NaN, lone surrogates; duplicate keys by `router/body_bounds`) is refused, because a proxy in front may
-have read it differently.
+Raises HttpError or InvalidRequestError, and the errors of bounds on all bodies. A field is honoured, harmless by the
+lists of `router/foreign_fields`, or refused with a message that names it; none is ignored silently. Bodies that JSON
+parsers read differently (NaN, lone surrogates; duplicate keys with `router/body_bounds`) are refused, because a proxy
+in front may have read something else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BODY_TIMEOUT_SECONDS = 30.0
 
 
 async def read_json_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object."""
+    """Read the body as a JSON object."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise HttpError(415, "the Content-Type must be application/json")
@@ -81,9 +81,9 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_body(kind: type[B], fields: dict[str, Any], scope: Scope | None = None) -> B:
-    """Validate `fields`. Raises InvalidRequestError that names the field.
+    """Validate `fields`. Raises InvalidRequestError, which names the field.
 
-    scope: of a request, in which fields that change nothing are noted for its answer's header.
+    scope: the request's scope, which collects fields without effect for a header of the answer.
     """
     if HAS_FOREIGN_FIELDS:
         if scope is not None:
@@ -105,14 +105,14 @@ def _first_error(kind: type[Body], error: ValidationError) -> InvalidRequestErro
         return InvalidRequestError(f"unknown field {param}", param, "unknown_parameter")
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is required", param, "missing_required_parameter")
-    if first["type"] == "model_type":  # pydantic's own text names our classes
+    if first["type"] == "model_type":  # pydantic's message names our classes
         return InvalidRequestError(f"{param} must be an object", param)
     return InvalidRequestError(f"{param or 'body'}: {first['msg']}", param)
 
 
 def _rule_of_union(kind: type[Body], loc: tuple[int | str, ...], error_type: str) -> InvalidRequestError | None:
-    """Pydantic says of each alternative why it was not meant; what may be sent at all is what helps. A field that
-    needs this has a description."""
+    """Return an error that lists the allowed values of a union, if the field has a description of them: pydantic
+    would say for each alternative why it does not match."""
     is_content = loc[:1] == ("messages",) and loc[2:3] == ("content",)
     model, path = (Message, loc[:3]) if is_content else (kind, loc[:1])
     field = model.model_fields.get(str(path[-1])) if path else None

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and their place in the log. The table of exceptions is common.errors.ERROR_TABLE."""
+"""Errors in OpenAI's shape, and their log. common.errors.ERROR_TABLE maps exceptions to statuses."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from common.logging import RateLimit, about
 logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
 MAX_RETRY_SECONDS = 60  # the openai package ignores a longer Retry-After
-ERROR_SHAPE = "router.error_shape"  # in the scope of a request to another API: makes its errors of OpenAI's
+ERROR_SHAPE = "router.error_shape"  # scope key of another API's function that converts OpenAI's errors to its own
 NO_SCOPE: Mapping[str, Any] = MappingProxyType({})
-# In the scope of a request that became another one: functions from a field's name to the client's, in this order.
+# Scope key of a list of functions, applied in this order, that map a field's name to the client's name of it.
 FIELD_NAMES = "router.field_names"
-REQUEST_ID = "router.request_id"  # in the scope of a request that has been given an id
+REQUEST_ID = "router.request_id"  # scope key of a request's id
 
 
 class HttpError(MiniInferError):
-    """A request that is refused for how it was sent, with the HTTP status that says so."""
+    """Refusal of a request for the way it was sent, with its HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -54,14 +54,14 @@ def status_of(error: BaseException) -> int:
 
 
 def error_object(error: BaseException, scope: Mapping[str, Any] = NO_SCOPE) -> dict[str, Any]:
-    """The body of an error answer to the request of a scope, and the data of an error event inside a stream."""
+    """Return the body of an error answer to the request of `scope`, or the data of an error event in a stream."""
     shape: Callable[[dict[str, Any]], dict[str, Any]] | None = scope.get(ERROR_SHAPE)
     body = _openai_error(error, scope.get(FIELD_NAMES, ()))
     return body if shape is None else shape(body)
 
 
 def client_name(field: str, names_of: Sequence[Callable[[str], str]]) -> str:
-    """The client's name of a field: FIELD_NAMES."""
+    """Map a field to the client's name of it. names_of: see FIELD_NAMES."""
     for name_of in names_of:
         field = name_of(field)
     return field
@@ -96,10 +96,10 @@ def error_headers(error: BaseException) -> dict[str, str]:
 
 
 def retry_after(expected_seconds: float, draw: float) -> int:
-    """Whole seconds to wait until a server with room in `expected_seconds` is asked again.
+    """Return the whole seconds after which to retry at a server that expects room in `expected_seconds`.
 
-    Clients that are refused together must not return together: up to half as long again, at least two seconds,
-    by `draw`, which is uniform in [0, 1).
+    Clients that are refused together must not retry together: `draw`, uniform in [0, 1), adds up to half as much
+    again, or up to two seconds if that is more.
     """
     first = min(max(math.ceil(expected_seconds), 1), MAX_RETRY_SECONDS * 2 // 3)
     return first + int(draw * (max(first // 2, 2) + 1))
@@ -108,13 +108,13 @@ def retry_after(expected_seconds: float, draw: float) -> int:
 def error_response(
     error: BaseException, scope: Mapping[str, Any] = NO_SCOPE, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The whole answer that consists of an error, with further `headers`."""
+    """Return the response for an error. headers: added to its own."""
     body = orjson.dumps(error_object(error, scope))
     return Response(body, status_of(error), headers={**error_headers(error), **(headers or {})})
 
 
 def log_if_internal(scope: MutableMapping[str, Any], error: BaseException) -> str:
-    """Log an error that is the server's own, once per request; the id that it was logged under, else ''."""
+    """Log an internal error, once per request; return the id that it was logged under, or '' for other errors."""
     if status_of(error) != 500:
         return ""
     known: str | None = scope.get("router.logged_id")

@@ -1,4 +1,4 @@
-"""Routes, and the application that serves them: handlers read and check a request themselves."""
+"""Routes, and the application that serves them. Handlers read and check requests themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 ErrorHandler = Callable[[Scope, Exception], Response]
 HoldBody = Callable[[Scope, Receive], AbstractContextManager[Receive]]
 NO_QUERY: Mapping[str, Any] = MappingProxyType({})
-OPEN_PATHS = frozenset({b"/health", b"/readyz", b"/livez"})  # which need no API key
+OPEN_PATHS = frozenset({b"/health", b"/readyz", b"/livez"})  # paths without API key
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -32,7 +32,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What one method of one path is for, and what a request says: `Routes.add`."""
+    """Description of one method of one path, see `Routes.add`."""
 
     method: str
     path: str
@@ -46,8 +46,8 @@ class Routes:
 
     def __init__(self) -> None:
         self.routes: list[Route] = []
-        self.described: list[Described] = []  # the same ones, for people and programs (`router/api_docs`)
-        self.open_paths = set(OPEN_PATHS)  # as they are asked for
+        self.described: list[Described] = []  # the same routes, for `router/api_docs`
+        self.open_paths = set(OPEN_PATHS)  # raw paths
         self.tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []  # run while the router serves
 
     def add(
@@ -59,8 +59,8 @@ class Routes:
         body: type[BaseModel] | None = None,
         query: Mapping[str, Any] = NO_QUERY,
     ) -> None:
-        """Serve a method of a path. body: the schema of its JSON; query: arguments by name, with their defaults,
-        or the types of those without."""
+        """Serve a method of a path. body: the schema of its JSON; query: arguments by name with their defaults, or
+        their types if they have none."""
         self.routes.append(Route(path, handler, methods=[method]))
         self.described.append(Described(method, path, summary, body, query))
 
@@ -68,7 +68,7 @@ class Routes:
 class Application:
     """The ASGI application of a router: checks API keys, calls handlers, and answers their errors.
 
-    Starlette's router serves the paths with arguments. The others are looked up in a table, which is faster.
+    Starlette's router serves paths with arguments; the others are looked up in a table, which is faster.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Application:
         answer_error: ErrorHandler,
         hold_body: HoldBody,
     ) -> None:
-        """hold_body: gives a handler its request's body, and ends with the handler, before its answer is sent."""
+        """hold_body: context manager around a handler that gives it the body; exits before the answer is sent."""
         self._router = Router(routes.routes, lifespan=lifespan)
         self._open_paths = routes.open_paths
         self._api_key = api_key.encode()
@@ -115,11 +115,11 @@ class Application:
         handler = self._handlers.get((scope["method"], scope["path"]))
         try:
             if handler is None:
-                scope["app"] = self  # the router raises what it does not find
+                scope["app"] = self  # so that the router raises HTTPException for an unknown path
                 await self._router(scope, receive, send)
                 return
             with self._hold_body(scope, receive) as receive_body:
                 response = await handler(Request(scope, receive_body, send))
             await response(scope, receive, send)
-        except Exception as error:  # noqa: BLE001 - bugs too: their clients get a 500, unless the answer has begun
+        except Exception as error:  # noqa: BLE001 - bugs too: the client gets a 500, unless the answer has begun
             await self._answer_error(scope, error)(scope, receive, send)

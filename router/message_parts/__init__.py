@@ -1,1 +1,1 @@
-"""Parts of messages in addition to text: tool calls and their results, refusals, reasoning."""
+"""Parts of messages besides their text: tool calls and their results, refusals, reasoning."""

@@ -1,4 +1,4 @@
-"""Messages of conversations with tools, and answers that clients send back."""
+"""Schemas of messages with tool calls and results, and of answers that clients send back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.api.schemas import CONTENT, MAX_LIST, MAX_MESSAGES, Body, Label, Tex
 
 
 class RefusalPart(Body):
-    """What an assistant said instead of an answer."""
+    """A refusal of an assistant, in place of an answer."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -29,14 +29,14 @@ class RefusalPart(Body):
 class FunctionCall(Body):
     name: Label
     arguments: str
-    parsed_arguments: Any = None  # the openai package's parsed arguments
+    parsed_arguments: Any = None  # added by the openai package
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates expect, with arguments as an object."""
+        """Return the form that chat templates expect: arguments are an object."""
         try:
             arguments = orjson.loads(self.arguments)
         except orjson.JSONDecodeError:
-            arguments = self.arguments  # invalid JSON that a model once wrote; the template shows it unchanged
+            arguments = self.arguments  # not JSON, as a model may have written; the template shows it as it is
         return {"name": self.name, "arguments": arguments}
 
 
@@ -52,17 +52,17 @@ Content = Annotated[str | Annotated[list[TextPart | RefusalPart], Field(max_leng
 
 
 class Message(schemas.Message):
-    role: Role  # type: ignore[assignment]  # more of them
+    role: Role  # type: ignore[assignment]  # more roles
     content: Content = None  # type: ignore[assignment]  # more kinds of parts
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_LIST)] | None = None
     tool_call_id: Label | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
-    # OpenAI's answers have these fields, which clients send back unchanged.
+    # Fields of OpenAI's answers, which clients send back unchanged.
     annotations: Any = None
     audio: None = None
-    parsed: Any = None  # the openai package's parsed content
+    parsed: Any = None  # the content as parsed by the openai package
     function_call: None = None
 
     @property
@@ -89,7 +89,7 @@ class Message(schemas.Message):
 
 
 class MessageFields(Body):
-    """Fields of a chat request's body with tools in messages."""
+    """Request fields of chats."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
@@ -100,7 +100,7 @@ class MessageFields(Body):
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Check that tool results answer a call, and that only assistants' messages refuse or lack content."""
+    """Raise InvalidRequestError for a tool result without its call, or a refusal or calls from a non-assistant."""
     schemas.check_messages(messages)
     calls: set[str] = set()
     for index, message in enumerate(messages):

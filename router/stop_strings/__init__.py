@@ -1,1 +1,1 @@
-"""Stop strings: client-given texts that end an answer."""
+"""Stop strings: texts from the client that end an answer."""

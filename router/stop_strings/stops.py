@@ -1,4 +1,4 @@
-"""Ends a choice where its text contains a stop string."""
+"""Ends a choice at a stop string in its text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.api.text import NewTextEnd, Update
 
 
 class StopFields(Body):
-    """Fields of a request's body with stop strings."""
+    """Request field with stop strings."""
 
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
@@ -24,7 +24,7 @@ class StopFields(Body):
 
 
 def text_end_of(body: GenerationBody) -> NewTextEnd | None:
-    """Return what ends each choice of a request with stop strings; None: the request has none."""
+    """Return the constructor of StopStrings for a request that gives some, else None."""
     if not isinstance(body, StopFields) or not body.stop:
         return None
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
@@ -32,14 +32,14 @@ def text_end_of(body: GenerationBody) -> NewTextEnd | None:
 
 
 class StopStrings:
-    """The stop strings of one choice. They do not count in its first `min_tokens` tokens."""
+    """Stop strings of one choice. They are ignored in its first `min_tokens` tokens."""
 
     def __init__(self, stops: Sequence[str], include_in_output: bool, min_tokens: int) -> None:
         self._matcher = StopStringMatcher(stops, include_in_output)
         self._min_tokens = min_tokens
 
     def push(self, detokenizer: Detokenizer, token_ids: list[int], num_before: int, update: Update) -> None:
-        """Push token by token; tokens after the one that completes a stop string are dropped."""
+        """Push token by token; drop the tokens after the one that completes a stop string."""
         matcher = self._matcher
         pieces: list[str] = []
         for count, token_id in enumerate(token_ids, 1):

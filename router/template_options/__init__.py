@@ -1,1 +1,1 @@
-"""What a request asks of the chat template: variables, or continuing the final message."""
+"""Chat template options of a request: variables, and a final message to continue."""

@@ -1,4 +1,4 @@
-"""Prompts that end within their final message, for the model to continue it."""
+"""Prompts that end with their final message, which the model continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _END_OF_FINAL_MESSAGE = "\ue83e\ue9a1"
 
 
 class ContinuedMessage(TemplateUse):
-    """Cuts off what the template writes after the final message's text."""
+    """Cuts off everything that the template writes after the text of the final message."""
 
     def before(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         last = messages[-1]

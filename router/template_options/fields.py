@@ -1,4 +1,4 @@
-"""Fields of a chat request's body that say how to apply the chat template."""
+"""Request fields that control the chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TemplateKwargs = Annotated[
 
 
 class TemplateFields(Body):
-    """Advice to the model, which few templates read, is passed as template variables, too."""
+    """Request fields of chats. Effort and verbosity become template variables, although few templates read them."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -44,7 +44,7 @@ class TemplateFields(Body):
 
 
 def use_for(body: GenerationBody) -> TemplateUse | None:
-    """Return how a chat request wants the template to be applied."""
+    """Return how to apply the template to a chat request; None for other requests."""
     if not isinstance(body, TemplateFields):
         return None
     continues = bool(body.continue_final_message)

@@ -1,4 +1,4 @@
-"""Failures of workers: as exceptions, which a client may read or which are worth a retry elsewhere, and in a row."""
+"""Failures of workers: their exceptions, for clients or for a retry elsewhere, and a circuit breaker."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OPEN_SECONDS = 5.0
 
 
 class WorkerLostError(UnavailableError):
-    """This worker cannot go on with the request; another one may."""
+    """This worker cannot continue the request; another one may."""
 
 
 def error_of(failure: pb.Failure) -> MiniInferError:
-    """The exception that a worker's failure stands for."""
+    """Return the exception for a worker's failure."""
     match failure.code:
         case pb.FAILURE_CODE_INVALID_ARGUMENT if failure.param:
             return InvalidRequestError(failure.message, failure.param, failure.error_code or None)
@@ -40,7 +40,7 @@ def error_of(failure: pb.Failure) -> MiniInferError:
             return DeadlineExceededError(failure.message)
         case pb.FAILURE_CODE_INTERNAL:
             return EngineError(failure.message)
-        case _:  # between this router and the worker: nothing that a client could have caused, or should read
+        case _:  # internal to the cluster: no client can have caused it or should read it
             code = pb.FailureCode.Name(failure.code) if failure.code in pb.FailureCode.values() else failure.code
             name = failure.request_id
             logger.error("a worker refused %s as %s: %s", name, code, failure.message, extra=about(name))

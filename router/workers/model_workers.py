@@ -1,7 +1,7 @@
-"""The workers of one model: who may be used, what all of them can hold, and what their caches have.
+"""The workers of one model: which are usable, their common limits, and the prefix index of their caches.
 
-A link joins when its worker announces the model, and stays while the worker is away. Opens no connections and
-chooses nothing.
+A link joins when its worker announces the model, and stays while the worker is disconnected. Opens no connections and
+places no requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore.types import WorkerId
 from protos import types_pb2 as pb
 from router.workers.worker_link import Meter, WorkerLink
 
-MAX_SHOWN = 64  # characters of a value that differs
+MAX_SHOWN = 64  # characters of a differing value in messages
 SAME = "start this model's workers with the same "
 # Field of WorkerInfo -> what to do when it differs between workers.
 _MUST_AGREE = {
@@ -39,23 +39,23 @@ class ModelLimits:
 
 
 class ModelWorkers:
-    """Workers of one model of a router, shared by the model and its adapters."""
+    """Workers of one model, shared by the model and its adapters."""
 
     def __init__(self, name: str, own_name: str, tokenizer_hash: str) -> None:
-        """`name` is what clients call the model, `own_name` what its files do, and with them its workers."""
+        """name: the model's name for clients; own_name: its name by its files, which workers announce."""
         self.name = name
         self.own_name = own_name
-        self.index = PrefixIndex()  # that links feed
+        self.index = PrefixIndex()  # updated by the links
         self.links: list[WorkerLink] = []
         self.new_meter: Callable[[WorkerLink], Meter] = Meter
-        self.on_usable: Callable[[], object] = lambda: None  # called when some worker has become usable
+        self.on_usable: Callable[[], object] = lambda: None  # called when a worker has become usable
         self._tokenizer_hash = tokenizer_hash
         self._last_info: pb.WorkerInfo | None = None
 
-    # -- who is there ------------------------------------------------------------------------------------------
+    # -- attached workers --------------------------------------------------------------------------------------
 
     def usable(self, role: str, avoid: Collection[WorkerId] = ()) -> list[WorkerLink]:
-        """Workers that may get a request. Those to avoid, or whose breaker is open, only when there is no other."""
+        """Return workers that may get a request; those to avoid, or with an open breaker, only without others."""
         now = time.monotonic()
         links = [link for link in self.links if link.role == role and link.is_usable]
         closed = [link for link in links if not link.breaker.is_open(now)]
@@ -63,23 +63,23 @@ class ModelWorkers:
         return preferred or closed or links
 
     def seconds_without_decode(self, now: float) -> float:
-        """Seconds without any attached decode worker; infinite when none ever was."""
+        """Return the seconds without any attached decode worker; infinite if there never was one."""
         links = [link for link in self.links if link.role == "decode"]
         if any(link.info is not None for link in links):
             return 0.0
         return now - (max((link.lost_time for link in links), default=0.0) or float("-inf"))
 
     def find(self, worker_id: str) -> WorkerLink | None:
-        """The attached worker of that name."""
+        """Return the attached worker `worker_id`, or None."""
         return next((link for link in self.links if link.info and link.worker_id == worker_id), None)
 
     def infos(self) -> list[pb.WorkerInfo]:
         return [link.info for link in self.links if link.info is not None]
 
-    # -- what they can do --------------------------------------------------------------------------------------
+    # -- limits and caches -------------------------------------------------------------------------------------
 
     def limits(self, tokenizer_vocab_size: int) -> ModelLimits:
-        """Bounds that hold on every worker, or on the last one that was. Raises UnavailableError before the first."""
+        """Return limits of all workers, or of the last one if all are gone. Raises UnavailableError without any."""
         infos = self.infos() or ([self._last_info] if self._last_info else [])
         if not infos:
             raise UnavailableError("no worker is available")
@@ -89,7 +89,7 @@ class ModelWorkers:
         )
 
     def cached_tokens(self, packed_ids: bytes, request: pb.Submit) -> dict[WorkerId, int]:
-        """Leading tokens of a prompt that each worker has in its cache, by the index."""
+        """Return how many leading tokens of a prompt each worker has in its cache, according to the index."""
         infos = self.infos()
         if not infos or not self.index.num_keys:
             return {}
@@ -98,16 +98,16 @@ class ModelWorkers:
         keys = block_keys(root, packed_ids, info.block_size)
         return {worker: blocks * info.block_size for worker, blocks in self.index.matches(keys).items()}
 
-    # -- who joins and leaves ----------------------------------------------------------------------------------
+    # -- joining and leaving -----------------------------------------------------------------------------------
 
     def add(self, role: str, address: str) -> WorkerLink:
-        """A link to a worker that has not announced its model yet."""
+        """Add a link to a worker that has not announced its model yet."""
         link = WorkerLink(role, address)
         self._take(link)
         return link
 
     def accept(self, link: WorkerLink, info: pb.WorkerInfo) -> None:
-        """Take the link of a worker that announces this model. Raises HandshakeError when it does not fit."""
+        """Take the link of a worker that announces this model. Raises HandshakeError when it does not match."""
         others = [other.info for other in self.links if other is not link and other.info is not None]
         check_worker(info, link.listed_role, self._tokenizer_hash, others)
         self._last_info = info
@@ -124,7 +124,7 @@ class ModelWorkers:
 
 
 def check_worker(info: pb.WorkerInfo, role: str, tokenizer_hash: str, others: Iterable[pb.WorkerInfo]) -> None:
-    """Raise HandshakeError, saying what differs and how to fix it, when `info` cannot join."""
+    """Raise HandshakeError, which says what differs and how to fix it, when `info` cannot join `others`."""
     if info.role != role:
         raise HandshakeError(f"{info.worker_id} is a {info.role} worker, but is listed under --{role}")
     if info.tokenizer_hash and info.tokenizer_hash != tokenizer_hash:

@@ -1,6 +1,6 @@
-"""The gRPC connection to one worker: shake hands, keep one Attach stream, notice when it is gone, connect again.
+"""The gRPC connection to one worker: handshake, one Attach stream, detection of its loss, reconnection.
 
-Passes commands and reports between the stream and the worker's link, and knows nothing of what they say.
+Passes commands and reports between the stream and the worker's link, and knows nothing of their content.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class WorkerConnection:
                 reason = f"{error.code().name.lower().replace('_', ' ')}"
             except TimeoutError:
                 reason = "no answer"
-            except Exception as error:  # noqa: BLE001 - a bug in handling one report must not lose the worker for good
+            except Exception as error:  # noqa: BLE001 - a bug with one report must not lose the worker for good
                 logger.error("the link to worker %s failed\n%s", link.address, traceback_text(error))
                 reason = "internal error"
-            link.refused = refused  # not one that is gone
+            link.refused = refused  # "" for a worker that is merely gone
             was_attached = link.info is not None
             link.lost(reason)
             backoff = MIN_BACKOFF_SECONDS if was_attached else min(backoff * 2, MAX_BACKOFF_SECONDS)
@@ -92,7 +92,7 @@ class WorkerConnection:
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
-            raise TimeoutError from None  # a helper cancelled the call, not us
+            raise TimeoutError from None  # a helper cancelled the call
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -104,4 +104,4 @@ async def _send_commands(call: Any, stream: WorkerStream) -> None:
         while True:
             await call.write(await stream.commands.get())
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        call.cancel()  # the reader notices and reports why
+        call.cancel()  # which ends the reader, and that reports the reason

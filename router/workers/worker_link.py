@@ -1,8 +1,8 @@
-"""One worker, seen from the router: the legs that are open there, and the mirror of what it reports.
+"""One worker from the router's side: its open legs, and a mirror of the state that it reports.
 
-Pushes deltas and failures to the choices whose legs they are, KV events to the prefix index, steps to a meter.
-Knows nothing of clients, text, policy or models, and of gRPC only the messages: `WorkerConnection` keeps the stream.
-Whenever that ends, every open leg fails with WorkerLostError, so that its choice can go on elsewhere.
+Pushes deltas and failures to the choices of the legs, KV events to the prefix index, steps to a meter. Knows nothing
+of clients, text, policy or models, and of gRPC only the messages: `WorkerConnection` keeps the stream. When the
+stream ends, every open leg fails with WorkerLostError, so that its choice can continue elsewhere.
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ logger = logging.getLogger(__name__)
 
 
 class LegListener(Protocol):
-    """The choice, as the link sees it. No method may raise: the link carries everybody's legs."""
+    """The interface of a choice for links. No method may raise: a link has the legs of many choices."""
 
     def on_delta(self, leg: Leg, delta: pb.TokenDelta, now: float) -> None:
-        """Take what one step of the worker gave the choice. With a finish reason it is the last delta."""
+        """Take the choice's delta of one worker step. One with a finish reason is the last."""
 
     def on_failure(self, error: MiniInferError) -> None:
-        """Handle the end of the leg without a finish reason."""
+        """Called when the leg has ended without a finish reason."""
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
     """One worker's part of a choice: a prefill leg computes its prompt, a decode leg its tokens.
 
-    Open from `WorkerLink.submit` to the worker's last delta or `WorkerLink.close`; has a listener that long.
+    Open, with its listener called, from `WorkerLink.submit` to the worker's last delta or `WorkerLink.close`.
     """
 
     leg_id: str
     link: WorkerLink
     listener: LegListener
-    next_link: WorkerLink | None  # where the choice goes on after this leg: it counts as waiting there
-    opened: float  # when
-    num_offered_tokens: int = 0  # prompt tokens whose KV the next worker could prefetch while this one computed
-    times: pb.RequestTimes | None = None  # what the worker measured until the first delta; None before it
-    first_time: float = 0.0  # when the first delta came
-    num_tokens_at_first: int = 0  # output tokens of the choice then
+    next_link: WorkerLink | None  # worker of the next leg, where the choice already counts as waiting
+    opened: float  # time
+    num_offered_tokens: int = 0  # prompt tokens whose KV this worker offered to the next one for a prefetch
+    times: pb.RequestTimes | None = None  # the worker's measurements until the first delta; None before it
+    first_time: float = 0.0  # time of the first delta
+    num_tokens_at_first: int = 0  # output tokens of the choice at first_time
 
 
 class Meter:
-    """What is learned of the worker of a link as it serves: nothing. `router/costs` predicts with it."""
+    """Takes events of a link's worker and learns nothing. `router/costs` has one that learns to predict costs."""
 
     def __init__(self, link: WorkerLink) -> None:
         self._link = link
 
     def submitted(self, leg: Leg, message: pb.Submit, num_new_tokens: int) -> None:
-        """A leg has been opened. num_new_tokens: of its prompt, which are to be computed."""
+        """Called when a leg has been opened. num_new_tokens: prompt tokens to compute."""
 
     def began(self, leg: Leg, times: pb.RequestTimes) -> None:
-        """A leg's first delta is here."""
+        """Called with a leg's first delta. times: the worker's measurements until then."""
 
     def ended(self, leg: Leg) -> None:
-        """A leg is not open any more."""
+        """Called when a leg is not open any more."""
 
     def stepped(self, load: pb.LoadReport) -> None:
-        """The worker has run a step."""
+        """Called when the worker has run a step."""
 
 
 class WorkerLink:
-    """Open legs and mirror of the worker at `address`, which its connection tells `attached` and `lost`."""
+    """Open legs and mirror of the worker at `address`. Its connection calls `attached`, `apply` and `lost`."""
 
     def __init__(self, role: str, address: str) -> None:
-        self.role = self.listed_role = role  # what it is used for, which operators may change; whose service it has
+        self.role = self.listed_role = role  # its use, which operators may change; the role of its service
         self.address = address
         self.info: pb.WorkerInfo | None = None  # set while the stream is open, as is `stream`
         self.load = pb.LoadReport()
@@ -82,25 +82,25 @@ class WorkerLink:
         self.refused = ""  # why the handshake failed
         self.is_serving = False
         self.is_draining = False
-        self.is_leaving = False  # its address is not listed any more
-        self.num_lost = 0  # times the stream ended
-        self.lost_time = 0.0  # when the stream ended last; 0: never
-        self.last_sign = 0.0  # when the last report or health reply came
-        self.last_step = 0.0  # when a step was reported last
+        self.is_leaving = False  # its address is no longer listed
+        self.num_lost = 0  # how often the stream ended
+        self.lost_time = 0.0  # time of the last end of the stream; 0: never
+        self.last_sign = 0.0  # time of the last report or health reply
+        self.last_step = 0.0  # time of the last report of a new step
         self.stream: WorkerStream | None = None
         self._index: PrefixIndex
         self._on_usable: Callable[[], object]
         self._feed: IndexFeed | None = None
         self._legs: dict[str, Leg] = {}
-        self.num_expected = 0  # choices that will come here when their leg elsewhere ends
+        self.num_expected = 0  # choices whose next leg, after an open one elsewhere, is here
         self.meter = Meter(self)
-        self._num_drain_changes = 0  # of the worker, when `is_draining` became known
+        self._num_drain_changes = 0  # the worker's count of changes at which `is_draining` was set
 
     def join(self, index: PrefixIndex, meter: Meter, on_usable: Callable[[], object]) -> None:
-        """Feed these, and tell of its use, from now on: the worker serves another model than before."""
+        """Use these from now on: the worker serves another model than before."""
         self._index, self.meter, self._on_usable = index, meter, on_usable
 
-    # -- what dispatch and policy use --------------------------------------------------------------------------
+    # -- for dispatch and policy -------------------------------------------------------------------------------
 
     @property
     def worker_id(self) -> WorkerId:
@@ -112,7 +112,7 @@ class WorkerLink:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait here: by the last report, which lacks what is on its way, and our own count."""
+        """Requests that run or wait here, from the last report, which misses those in transit, and our own count."""
         load = self.load
         num_waiting = load.num_waiting + load.num_loading + load.num_swapped + self.num_expected
         return max(load.num_running, len(self._legs) - load.num_waiting) + num_waiting
@@ -122,7 +122,7 @@ class WorkerLink:
         return self.info is not None and self.is_serving and not self.is_draining and not self.is_leaving
 
     def state(self, now: float) -> str:
-        """One word for operators."""
+        """Describe the worker's state in one word for operators."""
         if self.refused:
             return "refused"
         if self.info is None:
@@ -136,7 +136,7 @@ class WorkerLink:
     def submit(
         self, message: pb.Submit, num_new_tokens: int, listener: LegListener, next_link: WorkerLink | None = None
     ) -> Leg:
-        """Open a leg here, with so many prompt tokens to compute. Raises WorkerLostError without an open stream."""
+        """Open a leg. num_new_tokens: prompt tokens to compute. Raises WorkerLostError without an open stream."""
         if self.stream is None:
             raise WorkerLostError(f"worker {self.address} is not connected")
         leg = self._legs[message.request_id] = Leg(message.request_id, self, listener, next_link, time.monotonic())
@@ -147,7 +147,7 @@ class WorkerLink:
         return leg
 
     def close(self, leg: Leg) -> bool:
-        """Forget the leg and tell the worker. False: the worker does not have it (any more)."""
+        """Forget the leg and cancel it on the worker. Returns False if the worker does not have it (any more)."""
         if leg.leg_id not in self._legs:
             return False
         self._forget(leg)
@@ -157,22 +157,22 @@ class WorkerLink:
         return True
 
     def release(self, handle: pb.KvHandle) -> None:
-        """Tell the worker that nobody will read this KV; without a connection its lease expires."""
+        """Release the lease of this KV, which nobody will read; without a connection it expires."""
         if self.info is not None and self.stream is not None and self.info.epoch == handle.epoch:
             self.stream.send(pb.Command(release=pb.Release(lease_id=handle.lease_id, epoch=handle.epoch)))
 
     def learn_drain(self, is_draining: bool, num_changes: int) -> None:
-        """Take what a reply or report says, unless the worker said it before what is known already."""
+        """Take the drain state of a reply or report unless a newer one is known. num_changes: the worker's count."""
         if num_changes < self._num_drain_changes:
             return
         if is_draining and num_changes != self._num_drain_changes and self.stream is not None:
             self.stream.send(pb.Command(drain_noted=pb.DrainNoted(num_drain_changes=num_changes)))
         self.is_draining, self._num_drain_changes = is_draining, num_changes
 
-    # -- what the connection calls -----------------------------------------------------------------------------
+    # -- calls of the connection -------------------------------------------------------------------------------
 
     def attached(self, info: pb.WorkerInfo, stream: WorkerStream) -> None:
-        """The stream is open: requests may come."""
+        """Called when the stream is open and requests may come."""
         self.info, self.stream = info, stream
         self._feed = IndexFeed(self._index, self.worker_id, stream)
         self.last_sign = time.monotonic()
@@ -186,7 +186,7 @@ class WorkerLink:
             self._on_usable()
 
     def lost(self, reason: str) -> None:
-        """The stream has ended: forget the worker's state and fail what is open here."""
+        """Forget the worker's state and fail all open legs: the stream has ended."""
         if self.info is None:
             return
         logger.warning("lost %s worker %s: %s (%d open legs)", self.role, self.worker_id, reason, self.num_open)
@@ -199,17 +199,17 @@ class WorkerLink:
         self.info, self.stream, self._feed, self.is_serving = None, None, None, False
         self.load = pb.LoadReport()
         self.is_draining, self._num_drain_changes = False, 0
-        while self._legs:  # one that fails may close others
+        while self._legs:  # a leg that fails may close others
             leg = next(iter(self._legs.values()))
             self._forget(leg)
             leg.listener.on_failure(error)
 
     def apply(self, report: pb.StepReport) -> None:
-        """Take one step of the worker. The hot path: once per step for all legs here."""
+        """Take the report of one worker step. The hot path: called once per step for all legs."""
         now = self.last_sign = time.monotonic()
         if report.HasField("load"):
             load = report.load
-            if load.num_steps != self.load.num_steps:  # else the worker tells of the same step again
+            if load.num_steps != self.load.num_steps:  # else it is another report of the same step
                 self.last_step = now
                 self.meter.stepped(load)
             self.load = load
@@ -219,7 +219,7 @@ class WorkerLink:
         legs = self._legs
         for delta in report.deltas:
             leg = legs.get(delta.request_id)
-            if leg is None:  # closed while the step ran there
+            if leg is None:  # closed while the step ran
                 if delta.HasField("kv_handle"):
                     self.release(delta.kv_handle)
                 continue
@@ -239,8 +239,8 @@ class WorkerLink:
             self._feed.apply(report.kv_events)
 
     def _pass_on(self, offer: pb.KvOffer) -> None:
-        """Let the worker where the choice goes on prefetch a part of the prompt, which is still computed here."""
-        leg = self._legs.get(offer.request_id)  # None: closed while the step ran there
+        """Offer KV of a prompt that is still computed here to the worker of the next leg for a prefetch."""
+        leg = self._legs.get(offer.request_id)  # None: closed while the step ran
         target = None if leg is None else leg.next_link
         if leg is None or target is None or target.stream is None or target.is_draining:
             self.release(offer.kv_handle)
@@ -254,7 +254,7 @@ class WorkerLink:
         self.breaker.record_success()
 
     def _forget(self, leg: Leg) -> None:
-        """Drop the leg: nothing that arrives later reaches its choice."""
+        """Drop the leg: later messages do not reach its choice."""
         del self._legs[leg.leg_id]
         self.meter.ended(leg)
         if leg.next_link is not None:

@@ -1,4 +1,4 @@
-"""One open Attach stream to a worker: commands in their order, and its KV events."""
+"""One open Attach stream to a worker: its queue of commands, and its KV events."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ CALL_TIMEOUT_SECONDS = 5.0
 
 
 class WorkerStream:
-    """What a link sends through. `WorkerConnection` opens one whenever the worker is there."""
+    """Sends a link's commands. `WorkerConnection` makes one for each connection."""
 
     def __init__(self, stub: Any, metadata: Any, worker_id: str) -> None:
-        self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()  # that are not written yet
+        self.commands: asyncio.Queue[pb.Command] = asyncio.Queue()  # not written yet
         self.stub = stub
         self.metadata = metadata
         self._worker_id = worker_id
 
     def send(self, command: pb.Command) -> None:
-        """Queue for the stream, in order."""
+        """Queue a command; the stream keeps their order."""
         self.commands.put_nowait(command)
 
     async def fetch_snapshot(self) -> Sequence[pb.KvEvent]:
-        """A second stream, whose first report is a snapshot. Open requests stay on the first one."""
+        """Fetch a snapshot as the first report of a second stream. Open requests stay on the first stream."""
         call = self.stub.Attach(metadata=self.metadata, timeout=CALL_TIMEOUT_SECONDS)
         try:
             report = await call.read()
@@ -45,9 +45,9 @@ class WorkerStream:
 
 
 class IndexFeed:
-    """Feeds the stream's KV events into the prefix index, in order. After a gap it asks for all keys again.
+    """Feeds the stream's KV events into the prefix index, in order. After a gap it fetches all keys again.
 
-    A worker that comes back begins with a snapshot.
+    The first event of a new stream is a snapshot.
     """
 
     def __init__(self, index: PrefixIndex, worker: WorkerId, stream: WorkerStream) -> None:

@@ -1,6 +1,6 @@
-"""The table of all workers: which addresses there are, and whose model each worker serves.
+"""The table of all workers: their addresses, and the model that each one serves.
 
-Owns the connections; chooses nothing. `router/discovery` finds the addresses behind host names.
+Owns the connections; places no requests. `router/discovery` resolves host names to addresses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = tuple[str, str]  # role, host:port
 
 
 class WorkerTable:
-    """All workers of one router. `start` and `stop` belong to the running event loop."""
+    """All workers of one router. Call `start` and `stop` in the event loop that serves."""
 
     def __init__(self, config: RouterConfig, models: Sequence[ModelWorkers]) -> None:
         self._config = config
@@ -48,18 +48,18 @@ class WorkerTable:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- what is there -----------------------------------------------------------------------------------------
+    # -- links -------------------------------------------------------------------------------------------------
 
     @property
     def links(self) -> list[WorkerLink]:
         return list(self._links.values())
 
     def find(self, worker_id: str) -> WorkerLink | None:
-        """The attached worker of that name."""
+        """Return the attached worker `worker_id`, or None."""
         return next((link for link in self._links.values() if link.info and link.worker_id == worker_id), None)
 
     def model_of(self, link: WorkerLink) -> ModelWorkers:
-        """The model whose workers a link is among: the first one, until its worker announces another."""
+        """Return the model that a link belongs to: the first one, until its worker announces another."""
         return next(model for model in self._models if link in model.links)
 
     # -- addresses ---------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class WorkerTable:
             before.links.remove(link)
 
     def _announced_model(self, info: pb.WorkerInfo) -> ModelWorkers:
-        """The model that a worker announces; the router's only one under any name, as names of files may differ."""
+        """Return the model that a worker announces. A single model matches any name, since file names may differ."""
         if len(self._models) == 1:
             return self._models[0]
         for model in self._models:
@@ -91,7 +91,7 @@ class WorkerTable:
         )
 
     def set_addresses(self, wanted: Set[Key], are_all: bool = True) -> None:
-        """Have a link to each of these workers. If they are all that there are, others leave when they are idle."""
+        """Open links to these workers. are_all: remove all others, those with open legs at a later call."""
         for key in wanted - self._links.keys():
             self._add(*key)
         for key, link in list(self._links.items()):
