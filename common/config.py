@@ -91,8 +91,8 @@ class Settings:
         fields = {field.name: field.metadata for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         on = [name for name, rules in fields.items() if getattr(self, name) not in rules["off"]]
         for kind, is_wrong in (("excludes", True), ("needs", False)):
-            for others, reason in (rule for name in on for rule in fields[name][kind].items()):
-                if any(other in on for other in others) is is_wrong:
+            for names, reason in (rule for name in on for rule in fields[name][kind].items()):
+                if any(name in on for name in names) is is_wrong:
                     raise ConfigError(reason)
 
 
@@ -107,8 +107,8 @@ def with_wings(package: str, module: str = "settings") -> Callable[[type[S]], ty
 
     def extend(cls: type[S]) -> type[S]:
         modules = wing_modules(package, module)
-        found = [(each.__name__, value) for each in modules for value in vars(each).values()]
-        wings = tuple(v for name, v in found if dataclasses.is_dataclass(v) and v.__module__ == name)
+        members = [(each.__name__, value) for each in modules for value in vars(each).values()]
+        wings = tuple(v for name, v in members if dataclasses.is_dataclass(v) and v.__module__ == name)
         assert len(wings) == len(modules), "each has one dataclass, and imports no settings that wings extend"
         fields = [
             (
@@ -171,8 +171,8 @@ def from_namespace(
         if field.name in fixed:
             values[field.name] = fixed[field.name]
         elif hasattr(namespace, field.name):
-            given = getattr(namespace, field.name)
-            values[field.name] = " ".join(given) if isinstance(given, list) else given
+            value = getattr(namespace, field.name)
+            values[field.name] = " ".join(value) if isinstance(value, list) else value
         elif variable in env:
             values[field.name] = _parse(env[variable], hints[field.name], variable)
             choices = field.metadata.get("choices")

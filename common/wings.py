@@ -49,5 +49,5 @@ def wing_modules(package: str, name: str) -> tuple[ModuleType, ...]:
     """Import and return the modules `name` in the folders of a package, in which its wings declare something."""
     spec = find_spec(package)
     folders = spec.submodule_search_locations if spec is not None else None
-    found = [path for folder in folders or () for path in sorted(Path(folder).glob(f"*/{name}.py"))]
-    return tuple(import_module(f"{package}.{path.parent.name}.{name}") for path in found)
+    paths = [path for folder in folders or () for path in sorted(Path(folder).glob(f"*/{name}.py"))]
+    return tuple(import_module(f"{package}.{path.parent.name}.{name}") for path in paths)

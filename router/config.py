@@ -66,24 +66,24 @@ class RouterConfig(Settings):
         """Parse the served models as (name, model), the default first. An empty name means the model's own."""
         if not self.models:
             return [(self.served_model_name, self.model)]
-        found = []
+        models = []
         for item in self.models.split(","):
             name, equals, model = item.strip().partition("=")
             if not (model if equals else name):
                 raise ConfigError(f"--models {self.models!r}: expected MODEL or NAME=MODEL, separated by commas")
-            found.append((name, model) if equals else ("", name))
-        return found
+            models.append((name, model) if equals else ("", name))
+        return models
 
     def addresses(self, role: str) -> list[tuple[str, int]]:
         """Parse the addresses of a role's workers as (host, port), in the order given."""
         text = {"prefill": self.prefill, "decode": self.decode}[role]
-        found = []
+        addresses = []
         for item in filter(None, (part.strip() for part in text.split(","))):
             host, _, port = item.rpartition(":")
             if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise ConfigError(f"--{role} {item!r}: expected host:port")
-            found.append((host.strip("[]"), int(port)))
-        return found
+            addresses.append((host.strip("[]"), int(port)))
+        return addresses
 
 
 @with_wings("router", "http_settings")

@@ -68,9 +68,9 @@ def parse_config(
     call_wing("cli.hints.vllm:check_quant_mode", argv, env)
     namespace = build_parser().parse_args(argv)
 
-    def settings(cls: type[T], **given: Any) -> T:
+    def settings(cls: type[T], **values: Any) -> T:
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        fixed = {name: defaults[name] for name in SET_BY_CLUSTER.get(cls, ())} | given
+        fixed = {name: defaults[name] for name in SET_BY_CLUSTER.get(cls, ())} | values
         return from_namespace(cls, namespace, env, fixed)
 
     serve, gpu = settings(ServeConfig), settings(GpuConfig)
@@ -88,8 +88,8 @@ def parse_config(
         gpu = dataclasses.replace(gpu, gpu_memory_fraction=round(gpu.gpu_memory_fraction / len(ports), 4))
     workers = [
         LocalWorker(role, f"{role}-{number}", port, engine, gpu)
-        for role, own in (("prefill", ports[:prefill]), ("decode", ports[prefill:]))
-        for number, port in enumerate(own)
+        for role, role_ports in (("prefill", ports[:prefill]), ("decode", ports[prefill:]))
+        for number, port in enumerate(role_ports)
     ]
     if HAS_GPUS:
         workers = placed(workers, serve, gpus)

@@ -135,8 +135,10 @@ class Plan:
             agent_socket=config.agent.socket(self.run_dir) if config.agent else "",
             metrics_port=config.metrics_ports.get(name, 0),
         )
-        own = [field.name for field in dataclasses.fields(config.engine) if field.metadata["per_worker"]]
-        files: dict[str, Any] = {field: f"{path}.{name}" for field in own if (path := getattr(config.engine, field))}
+        file_fields = [field.name for field in dataclasses.fields(config.engine) if field.metadata["per_worker"]]
+        files: dict[str, Any] = {
+            field: f"{path}.{name}" for field in file_fields if (path := getattr(config.engine, field))
+        }
         engine = dataclasses.replace(worker.engine, **files)
         return self.spec(
             name,
@@ -178,7 +180,7 @@ def _child_env(env: Mapping[str, str], settings: Sequence[Any], secrets: Mapping
 
     Our own settings are on the command line; variables left in the environment would override its defaults.
     """
-    kept = {name: value for name, value in env.items() if not name.startswith(ENV_PREFIX)}
+    inherited = {name: value for name, value in env.items() if not name.startswith(ENV_PREFIX)}
     needed = {name: secrets[name] for part in settings for name in _secrets_of(part)}
-    own = {ENV_PREFIX + name.upper(): value for name, value in needed.items() if value}
-    return child_environment(kept) | {"PYTHONUNBUFFERED": "1"} | own
+    secret_variables = {ENV_PREFIX + name.upper(): value for name, value in needed.items() if value}
+    return child_environment(inherited) | {"PYTHONUNBUFFERED": "1"} | secret_variables

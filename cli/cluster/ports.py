@@ -55,6 +55,6 @@ def _reserve(port: int) -> int:
     except BaseException:  # Ctrl-C and cancelled tasks, too: the socket must not stay open
         probe.close()
         raise
-    found = int(probe.getsockname()[1])
+    bound_port = int(probe.getsockname()[1])
     _reserved.append(probe.detach())
-    return found
+    return bound_port

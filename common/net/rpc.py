@@ -124,10 +124,10 @@ class HealthService:
         self._num_watchers += 1
         try:
             while True:
-                told = self.is_serving
-                await context.write(_response(told))
+                last_sent = self.is_serving
+                await context.write(_response(last_sent))
                 async with self._changed:
-                    while self.is_serving == told:
+                    while self.is_serving == last_sent:
                         await self._changed.wait()
         finally:
             self._num_watchers -= 1

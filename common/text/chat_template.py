@@ -117,17 +117,17 @@ class ChatTemplate:
             (messages, tools, variables), breaker = self._guard.apply((use.before(messages), tools, use.variables))
         except RecursionError:  # from the arguments of a tool call, which a model may have written
             raise InvalidRequestError("the messages hold JSON that is nested too deep", "messages") from None
-        own = {
+        standard = {
             **self._named_tokens,
             "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": use.add_generation_prompt,
         }
-        if taken := sorted(own.keys() & variables):
-            raise InvalidRequestError(f"chat_template_kwargs: {taken[0]} cannot be set", "chat_template_kwargs")
+        if conflicts := sorted(standard.keys() & variables):
+            raise InvalidRequestError(f"chat_template_kwargs: {conflicts[0]} cannot be set", "chat_template_kwargs")
         try:
-            text = self._template.render({**variables, **own})
+            text = self._template.render({**variables, **standard})
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
             # Templates raise these on messages that they were not written for.
             raise InvalidRequestError(

@@ -203,6 +203,6 @@ class Tokenizer:
 def byte_level_alphabet() -> dict[str, int]:
     """Map each printable character of byte-level BPE to the byte that it stands for (GPT-2's table, inverted)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(unprintable)}

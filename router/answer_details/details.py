@@ -59,22 +59,22 @@ class ChatDetails(Details):
         self.are_of_tokens = bool(body.logprobs or body.return_token_ids)
 
     def prompt(self) -> dict[str, Any]:
-        shown: dict[str, Any] = {"prompt_token_ids": self._prompt_token_ids} if self._body.return_token_ids else {}
+        fields: dict[str, Any] = {"prompt_token_ids": self._prompt_token_ids} if self._body.return_token_ids else {}
         if self._body.return_prompt_text:
-            shown["prompt_text"] = self._tokenizer.decode(self._prompt_token_ids, skip_special=False)
-        return shown
+            fields["prompt_text"] = self._tokenizer.decode(self._prompt_token_ids, skip_special=False)
+        return fields
 
     def chunk(self, update: Update | ChoiceResult) -> dict[str, Any]:
-        shown: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._body.logprobs and update.logprobs:
-            shown["logprobs"] = self._logprobs(update.logprobs)
+            fields["logprobs"] = self._logprobs(update.logprobs)
         if self._body.return_token_ids:
-            shown["token_ids"] = update.token_ids
-        return shown
+            fields["token_ids"] = update.token_ids
+        return fields
 
     def choice(self, result: ChoiceResult) -> dict[str, Any]:
-        shown = {"logprobs": self._logprobs(result.logprobs)} if self._body.logprobs else {}
-        return self.chunk(result) | shown
+        logprobs = {"logprobs": self._logprobs(result.logprobs)} if self._body.logprobs else {}
+        return self.chunk(result) | logprobs
 
     def _logprobs(self, items: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
         content = []

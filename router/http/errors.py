@@ -117,8 +117,8 @@ def log_if_internal(scope: MutableMapping[str, Any], error: BaseException) -> st
     """Log an internal error, once per request; return the id that it was logged under, or '' for other errors."""
     if status_of(error) != 500:
         return ""
-    known: str | None = scope.get("router.logged_id")
-    if known is None:
-        known = scope["router.logged_id"] = scope.get(REQUEST_ID) or f"req-{uuid.uuid4().hex}"
-        logger.error("request %s failed with status 500\n%s", known, traceback_text(error), extra=about(known))
-    return known
+    log_id: str | None = scope.get("router.logged_id")
+    if log_id is None:
+        log_id = scope["router.logged_id"] = scope.get(REQUEST_ID) or f"req-{uuid.uuid4().hex}"
+        logger.error("request %s failed with status 500\n%s", log_id, traceback_text(error), extra=about(log_id))
+    return log_id

@@ -72,10 +72,10 @@ class WorkerTable:
                     f"{link.address} and {other.address} both call themselves {info.worker_id}: "
                     "give each worker its own --worker-id"
                 )
-        before, announced = self.model_of(link), self._announced_model(info)
-        announced.accept(link, info)
-        if announced is not before:
-            before.links.remove(link)
+        old_model, new_model = self.model_of(link), self._announced_model(info)
+        new_model.accept(link, info)
+        if new_model is not old_model:
+            old_model.links.remove(link)
 
     def _announced_model(self, info: pb.WorkerInfo) -> ModelWorkers:
         """Return the model that a worker announces. A single model matches any name, since file names may differ."""
