@@ -53,8 +53,8 @@ class Tokenizer:
         names.setdefault("eos_token", self.token_text(eos_token_ids[0]) if eos_token_ids else "")
         self._template_names, self._longest_first = names, longest_first
         self._use_templates(templates)
-        self.table = TokenTable(self.vocab_size, self._piece_bytes_function(), self.special_ids, self._strips_space())
         self._tables: dict[frozenset[int], TokenTable] = {}  # by the special tokens whose texts they show
+        self.table = self._table_showing(frozenset())
         self._hash = ""
 
     def encode(self, text: str, add_special_tokens: bool = False, allow_special: bool = False) -> list[int]:
@@ -125,7 +125,7 @@ class Tokenizer:
         self, skip_special: bool = True, continues: bool = False, shown: frozenset[int] = frozenset()
     ) -> Detokenizer:
         """Return a detokenizer for one new sequence. shown: special tokens whose texts are never skipped."""
-        return Detokenizer(self._table_showing(shown) if shown else self.table, skip_special, continues)
+        return Detokenizer(self._table_showing(shown), skip_special, continues)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.table.bytes_of(token_id)
@@ -158,13 +158,10 @@ class Tokenizer:
     def _table_showing(self, shown: frozenset[int]) -> TokenTable:
         table = self._tables.get(shown)
         if table is None:
-            hidden = self.special_ids - shown
-            table = TokenTable(self.vocab_size, self._piece_bytes_function(), hidden, self._strips_space())
+            hidden, strips_space = self.special_ids - shown, not isinstance(self._backend.decoder, decoders.ByteLevel)
+            table = TokenTable(self.vocab_size, self._piece_bytes_function(), hidden, strips_space)
             self._tables[shown] = table
         return table
-
-    def _strips_space(self) -> bool:
-        return not isinstance(self._backend.decoder, decoders.ByteLevel)
 
     def _piece_bytes_function(self) -> Any:
         """Return the function from token id to bytes. Raises UnsupportedModelError for unknown kinds of decoder."""
