@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
 from common.metrics import CONTENT_TYPE
 from common.wings import call_wing
@@ -78,13 +78,9 @@ def create_app(gateway: Gateway) -> Any:
     for add_routes in ROUTES_OF_WINGS:
         call_wing(add_routes, routes, gateway)
     hold_body: HoldBody | None = call_wing("router.body_bounds.held_bodies:body_holder", gateway.http, gateway.memory)
-    app = Application(routes, gateway.config.api_key, lifespan, answer_error, hold_body or _hold_nothing)
+    app = Application(routes, gateway.config.api_key, lifespan, answer_error, hold_body)
     # Outside the check of the API key: a browser first asks, without the key, whether it may send it.
     return call_wing("router.cors.middleware:with_cors", app, gateway.http) or app
-
-
-def _hold_nothing(_: Scope, receive: Receive) -> AbstractContextManager[Receive]:
-    return nullcontext(receive)
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cli.cluster.plan import ClusterConfig, LocalWorker, ServeConfig, addresses
-from cli.cluster.ports import free_ports
+from cli.cluster.plan import ClusterConfig, LocalWorker, ServeConfig
+from cli.cluster.ports import LOOPBACK, free_ports
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.wings import call_wing, from_wing, has_wing
 from engine.config import EngineConfig, GpuConfig
-from router.config import HttpConfig, RouterConfig
+from router.config import ROLES, HttpConfig, RouterConfig
 from worker.config import WorkerConfig
 
 T = TypeVar("T")
@@ -53,17 +53,12 @@ def build_parser(prog: str = "mini-infer serve") -> argparse.ArgumentParser:
     return parser
 
 
-def no_gpus(_device: str) -> Sequence[str]:
-    """Return the GPUs of a machine whose workers run on its CPU."""
-    return ()
-
-
 def parse_config(
-    argv: Sequence[str], env: Mapping[str, str], find_gpus: Callable[[str], Sequence[str]] = no_gpus
+    argv: Sequence[str], env: Mapping[str, str], find_gpus: Callable[[str], Sequence[str]] | None = None
 ) -> ClusterConfig:
     """Take settings from flags, then MINI_INFER_* variables, then what suits the GPUs of the --device.
 
-    Raises ConfigError.
+    find_gpus: from a device to its GPUs; None: workers run on the CPU. Raises ConfigError.
     """
     call_wing("cli.hints.vllm:check_quant_mode", argv, env)
     namespace = build_parser().parse_args(argv)
@@ -77,7 +72,7 @@ def parse_config(
     engine = settings(EngineConfig, **(engine_settings_of_ep(serve, namespace) if HAS_GPUS else {}))
     if serve.dry_run:
         engine = dataclasses.replace(engine, model=DRY_RUN_MODEL_NAME)
-    gpus = find_gpus(engine.device)
+    gpus = find_gpus(engine.device) if find_gpus else ()
     why = ""
     if HAS_GPUS:
         serve, engine, why = fit_to_gpus(serve, engine, gpus, namespace, env)
@@ -93,8 +88,8 @@ def parse_config(
     ]
     if HAS_GPUS:
         workers = placed(workers, serve, gpus)
-    prefill_addresses, decode_addresses = addresses(workers, "prefill"), addresses(workers, "decode")
-    router = settings(RouterConfig, model=engine.model, prefill=prefill_addresses, decode=decode_addresses)
+    addresses = {role: ",".join(f"{LOOPBACK}:{each.port}" for each in workers if each.role == role) for role in ROLES}
+    router = settings(RouterConfig, model=engine.model, **addresses)
     return ClusterConfig(
         serve=serve,
         router=router if router.port else dataclasses.replace(router, port=router_port),

@@ -102,11 +102,6 @@ def workers_of(config: ClusterConfig) -> str:
     return f"{config.serve.prefill} prefill, {config.serve.decode} decode"
 
 
-def addresses(workers: Sequence[LocalWorker], role: str) -> str:
-    """List the addresses of a role's workers in the form of the router's flag."""
-    return ",".join(f"{LOOPBACK}:{worker.port}" for worker in workers if worker.role == role)
-
-
 def plan_cluster(config: ClusterConfig, run_dir: Path, env: Mapping[str, str], token: str) -> list[ServiceSpec]:
     """Plan the services of the cluster. token: the secret that they share, unless the settings have one."""
     secrets = {"cluster_token": config.worker.cluster_token or token, "api_key": config.router.api_key}

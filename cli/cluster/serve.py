@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cli.cluster.flags import GROUPS, no_gpus, parse_config
+from cli.cluster.flags import GROUPS, parse_config
 from cli.cluster.plan import ClusterConfig, plan_cluster, workers_of
 from cli.cluster.ports import LOOPBACK, check_port
 from cli.cluster.progress import StartDisplay
@@ -35,7 +35,7 @@ _REMOVE_AT_END_OF_PIPE = 'read -r _; rm -rf -- "$1"'
 
 def run(argv: Sequence[str]) -> int:
     """Run the command. Returns exit code 0 after Ctrl-C or SIGTERM; raises errors."""
-    config = parse_config(argv, os.environ, from_wing("cli.gpus.placement:find_gpus") or no_gpus)
+    config = parse_config(argv, os.environ, from_wing("cli.gpus.placement:find_gpus"))
     check_ports(config)
     model = resolve_model(config.engine.model)
     placed: list[str] = call_wing("cli.gpus.workers:check_placement", config, model, argv) or []

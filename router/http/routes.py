@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -77,14 +77,14 @@ class Application:
         api_key: str,
         lifespan: Lifespan[Any],
         answer_error: ErrorHandler,
-        hold_body: HoldBody,
+        hold_body: HoldBody | None,
     ) -> None:
-        """hold_body: context manager around a handler that gives it the body; exits before the answer is sent."""
+        """hold_body: opens a context around each handler that gives it the body; exits before the answer is sent."""
         self._router = Router(routes.routes, lifespan=lifespan)
         self._open_paths = routes.open_paths
         self._api_key = api_key.encode()
         self._answer_error = answer_error
-        self._hold_body = hold_body
+        self._hold_body: HoldBody = hold_body or (lambda _, receive: nullcontext(receive))
         self._handlers: dict[tuple[str, str], Handler] = {}
         for route in routes.routes:
             for method in route.methods or ():
