@@ -1,8 +1,8 @@
 """Renders a model's chat template in a sandbox, so that no message can forge the template's markup.
 
-Templates come only from the model's files. The text of a special token inside a message is broken up with a
-character that occurs nowhere in the request; the tokenizer removes it after it has found the template's own
-special tokens. Knows nothing of token ids.
+Templates come from the model's files or the operator, never from clients. The text of a special token inside a
+message is broken up with a character that occurs nowhere in the request; the tokenizer removes it after it has found
+the template's own special tokens. Knows nothing of token ids.
 """
 
 from __future__ import annotations

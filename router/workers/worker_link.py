@@ -172,7 +172,7 @@ class WorkerLink:
     # -- calls of the connection -------------------------------------------------------------------------------
 
     def attached(self, info: pb.WorkerInfo, stream: WorkerStream) -> None:
-        """Called when the stream is open and requests may come."""
+        """Take the open stream: from now on requests may come."""
         self.info, self.stream = info, stream
         self._feed = IndexFeed(self._index, self.worker_id, stream)
         self.last_sign = time.monotonic()
