@@ -65,13 +65,11 @@ class WorkerTable:
     # -- addresses ---------------------------------------------------------------------------------------------
 
     def _accept(self, link: WorkerLink, info: pb.WorkerInfo) -> None:
-        others = [other for other in self._links.values() if other is not link and other.info is not None]
-        for other in others:
-            if other.worker_id == info.worker_id:
-                raise HandshakeError(
-                    f"{link.address} and {other.address} both call themselves {info.worker_id}: "
-                    "give each worker its own --worker-id"
-                )
+        if (other := self.find(info.worker_id)) is not None:  # not `link` itself, which is not attached yet
+            raise HandshakeError(
+                f"{link.address} and {other.address} both call themselves {info.worker_id}: "
+                "give each worker its own --worker-id"
+            )
         old_model, new_model = self.model_of(link), self._announced_model(info)
         new_model.accept(link, info)
         if new_model is not old_model:
