@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from cli.cluster.plan import ServeConfig
 from cli.cluster.service import Service
@@ -31,11 +32,11 @@ class RestartPolicy:
 
 def restarts(config: ServeConfig) -> Keep:
     """Return the function that `serve` calls for each service, to restart it or fail when it ends."""
-    return replace_ended if config.of(RestartSettings).exit_on_failure else restart
+    return partial(restart, exit_on_failure=config.of(RestartSettings).exit_on_failure)
 
 
 async def restart(supervisor: Supervisor, service: Service, exit_on_failure: bool = False) -> None:
-    """Restart the service whenever it ends. exit_on_failure: raise ServiceDiedError for a death."""
+    """Restart the service whenever it ends. exit_on_failure: raise ServiceDiedError unless the end was normal."""
     policy = RestartPolicy()
     loop = asyncio.get_running_loop()
     is_ready, since = True, loop.time()  # `Supervisor.start` waits until it is ready
@@ -51,8 +52,3 @@ async def restart(supervisor: Supervisor, service: Service, exit_on_failure: boo
             supervisor.display.line("serve", f"{reason}; restarting it {f'in {delay:g} s' if delay else 'now'}")
             await asyncio.sleep(delay)
         is_ready, since = await supervisor.spawn(service), loop.time()
-
-
-async def replace_ended(supervisor: Supervisor, service: Service) -> None:
-    """Restart the service only after a normal end. Raises ServiceDiedError for a death."""
-    await restart(supervisor, service, exit_on_failure=True)

@@ -4,11 +4,12 @@ import asyncio
 import os
 import re
 import signal
+from functools import partial
 
 import pytest
 
 from cli.cluster.supervisor import ServiceDiedError
-from cli.restarts.restarts import RestartPolicy, replace_ended, restart
+from cli.restarts.restarts import RestartPolicy, restart
 from tests.cli.cluster.stand_ins import running
 from tests.harness.processes import is_alive
 from tests.harness.waiting import until
@@ -67,7 +68,7 @@ async def test_a_service_that_dies_before_it_is_ready_is_tried_again_and_says_wh
 
 
 async def test_a_drained_service_is_replaced_and_that_is_no_death(cluster, slow_restarts):
-    supervisor = cluster.supervisor(cluster.spec("a"), keep=replace_ended)
+    supervisor = cluster.supervisor(cluster.spec("a"), keep=partial(restart, exit_on_failure=True))
     async with running(supervisor):
         for count in range(1, 4):
             os.kill(cluster.events("start")[-1][1], signal.SIGTERM)  # not from the supervisor: exit code 0
@@ -79,7 +80,7 @@ async def test_a_drained_service_is_replaced_and_that_is_no_death(cluster, slow_
 async def test_exit_on_failure_stops_the_others_in_order(cluster):
     supervisor = cluster.supervisor(
         cluster.spec("agent", stop_stage=2), cluster.spec("worker", stop_stage=1), cluster.spec("router"),
-        keep=replace_ended,
+        keep=partial(restart, exit_on_failure=True),
     )  # fmt: skip
     await supervisor.start()
     os.kill(dict(cluster.events("start"))["worker"], signal.SIGKILL)
