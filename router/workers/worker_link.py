@@ -224,7 +224,9 @@ class WorkerLink:
                     self.release(delta.kv_handle)
                 continue
             if leg.times is None:
-                self._first_delta(leg, delta)
+                leg.times = delta.times
+                self.meter.began(leg, delta.times)
+                self.breaker.record_success()
             if delta.finish_reason:
                 self._forget(leg)
             leg.listener.on_delta(leg, delta, now)
@@ -247,11 +249,6 @@ class WorkerLink:
         else:
             target.stream.send(pb.Command(prefetch=offer))
             leg.num_offered_tokens += offer.kv_handle.num_tokens
-
-    def _first_delta(self, leg: Leg, delta: pb.TokenDelta) -> None:
-        leg.times = delta.times
-        self.meter.began(leg, delta.times)
-        self.breaker.record_success()
 
     def _forget(self, leg: Leg) -> None:
         """Drop the leg: later messages do not reach its choice."""
