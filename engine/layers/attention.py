@@ -1,6 +1,6 @@
-"""Grouped-query attention: y = W_o attend(rotate(W_qkv x)), with an RMS norm over each head of q and k if wanted.
+"""Grouped-query attention: y = W_o attend(rotate(W_qkv x)), optionally with an RMS norm over each head of q and k.
 
-What is between the two GEMMs needs the KV of earlier tokens, so an `AttentionBackend` does it.
+The part between the two GEMMs needs the KV of earlier tokens, so an `AttentionBackend` computes it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class AttentionBlock(Block):
-    """A block with K and V in the pool, and how a backend gets from what the block gives it to attention and back.
+    """A block with K and V in the pool, and the conversions between its tensors and those of an attention kernel.
 
-    layer: whose K and V these are, in the pool. sinks: (num_heads,), see `kernels/paged_attention.py`, or None.
-    softcap: the bound of a score's size, likewise; 0: none.
+    layer: index of its K and V in the pool. sinks: (num_heads,), or None; softcap: bound of the absolute scores,
+    0: none; for both see `kernels/paged_attention.py`.
     """
 
     layer: int
@@ -35,33 +35,30 @@ class AttentionBlock(Block):
 
     @property
     def needs_all_tokens(self) -> bool:
-        return True  # later ones attend to them
+        return True  # later tokens attend to them
 
     @abstractmethod
     def heads(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Norm and rotate what `Step.attend` was given; it may be changed.
+        """Norm and rotate the tensor that `Step.attend` was given; it may be changed.
 
-        Returns queries (num_tokens, num_heads, head_dim) and what the pool keeps of each token (num_tokens, planes,
-        kv_heads, head_dim).
+        Returns queries (num_tokens, num_heads, head_dim) and the KV that the pool stores for each token (num_tokens,
+        planes, kv_heads, head_dim).
         """
 
     @abstractmethod
     def context(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a sequence from what the pool keeps of it.
+        """Return the keys and values of a sequence from its KV in the pool.
 
         kv: as `gather_kv` returns it. Returns (kv_heads, n, head_dim) and (kv_heads, n, value_dim).
         """
 
     @abstractmethod
     def outputs(self, attended: Tensor) -> Tensor:
-        """The output projection's input (num_tokens, n) from heads (num_tokens, num_heads, value_dim)."""
+        """Return the output projection's input (num_tokens, n) from heads (num_tokens, num_heads, value_dim)."""
 
 
 class Attention(AttentionBlock):
-    """q, k and v are one GEMM.
-
-    layer: whose K and V these are, in the pool. qk_norm: (heads + kv_heads, head_dim) or None.
-    """
+    """Grouped-query attention with one GEMM for q, k and v. qk_norm: (heads + kv_heads, head_dim) or None."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str, norm: str, layer: int) -> None:
         self.layer = layer
@@ -90,7 +87,7 @@ class Attention(AttentionBlock):
         return self.output(step.attend(self, self.qkv(x).view(x.shape[0], -1, self.head_dim)))
 
     def norm_and_rotate_(self, qkv: Tensor, rotation: Rotation) -> None:
-        """Norm q and k, if the model does, and rotate them, in place: (num_tokens, heads + 2 kv_heads, head_dim)."""
+        """Norm q and k if the model does, then rotate them, in place: (num_tokens, heads + 2 kv_heads, head_dim)."""
         qk = qkv[:, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             qk.copy_(rms_norm(qk, self.qk_norm, self.eps))
@@ -113,25 +110,25 @@ class Attention(AttentionBlock):
 
 
 class AttentionBackend(Protocol):
-    """Where K and V live, and how queries attend to them: one call per layer for prompts and decode rows alike.
+    """Stores K and V and computes attention: one call per layer for prompts and decode rows alike.
 
-    No other code reads its metadata of a step. Rotation is part of `attend`, so that a backend may fuse it with what
-    it does to K and V.
+    Only the backend reads its metadata. Rotation is part of `attend`, so that a backend may fuse it with storing K
+    and V.
     """
 
     @property
     def name(self) -> str:
-        """What a worker's facts call it."""
+        """The name that a worker reports."""
         ...
 
     def plan(self, batch: StepBatch, inputs: Tensor) -> Any:
-        """Say once where the tokens of a step go, and who attends how. inputs: `batch.inputs` on the device."""
+        """Return the step's metadata, which all layers attend with. inputs: `batch.inputs` on the device."""
         ...
 
     def attend(self, block: AttentionBlock, qkv: Tensor, metadata: Any) -> Tensor:
-        """Norm and rotate q and k as `block` has it, store what the pool keeps of its layer, attend causally.
+        """Norm and rotate q and k by `block`, store the KV of its layer in the pool, attend causally.
 
-        qkv: (num_tokens, heads + 2 kv_heads, head_dim), or as another block has it; may be changed. Returns the input
-        of the output projection (num_tokens, n).
+        qkv: (num_tokens, heads + 2 kv_heads, head_dim), or another shape that `block` defines; may be changed.
+        Returns the input of the output projection (num_tokens, n).
         """
         ...

@@ -1,7 +1,8 @@
-"""What a decoder is made of: blocks that read the normed residual, and whose outputs are added to it.
+"""The blocks of a decoder: each reads the normed residual, and its output is added to the residual.
 
-A block is plain torch. Adding and norming are not its business (`engine/layers/forward.py`), nor is where K and V
-live: it is given `Step.attend`. A faster form of a block is another op over the same weights, chosen by a lowering.
+A block is plain torch. It neither adds nor norms (`engine/layers/forward.py` does), and it does not know where K and
+V are stored: it calls `Step.attend`. A faster form of a block is another op over the same weights, chosen by a
+lowering.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.layers.weights import Partition, WeightSource
 
 X = TypeVar("X")
 AddNorm = Callable[[Tensor, Tensor | None], X]
-"""(residual, pending) -> the RMS norm of their sum, which the residual becomes in place. None: nothing is pending."""
+"""(residual, pending) -> the RMS norm of their sum. It replaces the residual in place. None: nothing is pending."""
 Attend = Callable[[Any, Tensor], Tensor]
 """(attention block, q, k and v) -> the input of its output projection: `AttentionBackend.attend` with metadata."""
 
@@ -36,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LinearRef:
-    """A linear layer at its place in a model, where another can be put."""
+    """A place in a model that holds a linear layer, which can be replaced."""
 
     owner: Any
     attribute: str
@@ -52,9 +53,10 @@ class LinearRef:
 
 
 class Block(ABC):
-    """norm: (hidden,), the RMS norm before it, with `eps`.
+    """One part of a decoder layer. norm: (hidden,), the RMS norm before it, with `eps`.
 
-    gpu_ops: name of the module with its ops on a GPU, of kinds that the table there lacks, see `BlockOps` there.
+    gpu_ops: name of the module with the GPU ops of a kind of block that is not in the GPU's table, see `BlockOps`
+    there.
     """
 
     gpu_ops = ""
@@ -64,11 +66,11 @@ class Block(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        """x: the normed residual (num_tokens, hidden). Returns what is to be added to the residual."""
+        """x: the normed residual (num_tokens, hidden). Returns the output, which is added to the residual."""
 
     @property
     def inner(self) -> Block:
-        """The block without what other blocks add around it."""
+        """The block inside the blocks that wrap it."""
         return self
 
     @abstractmethod
@@ -77,11 +79,11 @@ class Block(ABC):
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether it must see tokens that nothing but its own output depends on."""
+        """Whether it must compute all tokens, also those whose output no later block reads."""
         return False
 
     def copy(self) -> Self:
-        """A block over the same weights whose linear layers can be replaced without changing this one's."""
+        """Return a block over the same weights whose linear layers can be replaced without changing this block."""
         return copy.copy(self)
 
 
@@ -96,7 +98,7 @@ def take_linear(
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of all parts. Without storage nothing is computed: the first operation on "meta" imports for 2 s."""
+    """Concatenate rows. Nothing is computed on "meta", where torch's first operation imports modules for 2 s."""
     if len(parts) == 1:
         return parts[0]
     if parts[0].device.type == "meta":

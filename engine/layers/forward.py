@@ -1,8 +1,8 @@
-"""The one loop over a model's ops, and the one place where a block's output meets the residual.
+"""The one loop over a model's ops, and the one place where a block's output is added to the residual.
 
-What differs between devices, row counts and quantizations is which op stands for a block. A lowering chooses it:
-`engine/cpu_forms/forms.py`, `engine/gpu/lowering.py`, or `plain`, which runs anywhere and which the others are tested
-against.
+Devices, row counts and quantizations differ only in the op that computes a block. A lowering chooses it:
+`engine/cpu_forms/forms.py`, `engine/gpu/lowering.py`, or `plain`, which runs anywhere and is the reference in tests
+of the others.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ P = TypeVar("P")  # a block's output until it is added: a tensor, or on a GPU `e
 
 
 class Stream(NamedTuple, Generic[P]):
-    """What travels from op to op.
+    """The state between two ops.
 
-    residual: sum of the embedding and of all blocks' outputs but the last. pending: the last block's output.
+    residual: sum of the embedding and of all blocks' outputs except the last. pending: the last block's output.
     """
 
     residual: Tensor
@@ -35,7 +35,7 @@ class Stream(NamedTuple, Generic[P]):
 
 
 class Op(NamedTuple, Generic[X, S, P]):
-    """A block in the form that suits a device and a number of rows: how its input is made, and what it computes."""
+    """A block in a form for some device and number of rows: `fold` makes its input, `body` computes its output."""
 
     fold: Callable[[Tensor, P | None], X]
     body: Callable[[X, S], P | None]
@@ -44,8 +44,8 @@ class Op(NamedTuple, Generic[X, S, P]):
 class Forward(Generic[S, P]):
     """A lowered model: tokens to hidden states, hidden states to logits.
 
-    start: gives the first stream of a step. ops: each has inputs of a type of its own. end: makes the hidden states
-    of what `final` leaves.
+    start: makes the first stream of a step. ops: their inputs may be of different types. end: makes the hidden
+    states from the output of `final`.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Forward(Generic[S, P]):
     def hidden(self, step: S) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm.
 
-        A block's output and the next one's input are dropped as soon as they are read, so that neither is held longer
-        than it is needed. Every output meets the residual in a fold: with tensor parallelism it is a rank's share of
-        a sum, and the all-reduce goes before it. (The GEMVs of one row add to the residual themselves; they are no op
-        for a rank among several.)
+        Each block's input and output are dropped as soon as they are read, to keep peak memory low. Every output is
+        added to the residual in a fold: with tensor parallelism the output is a rank's partial sum, and the fold
+        begins with an all-reduce. (The GEMVs of one row add to the residual themselves; a rank among several does
+        not use them.)
         """
         return self.end(self.final(*self._stream(step)), step)
 
     def _stream(self, step: S) -> Stream[P]:
-        """What the last op leaves."""
+        """Run all ops and return the last stream."""
         residual, pending = self.start(step)
         for fold, body in self.ops:
             x, pending = fold(residual, pending), None
@@ -75,7 +75,7 @@ class Forward(Generic[S, P]):
         return Stream(residual, pending)
 
     def narrowed(self, count: int, narrow: Callable[[Stream[P], S], Stream[P]]) -> Forward[S, P]:
-        """Return this forward pass with what `narrow` leaves of the stream before the last `count` ops."""
+        """Return this forward pass with `narrow` applied to the stream before the last `count` ops."""
         split = len(self.ops) - count
         first = Forward(self.start, self.ops[:split], self.final, self.logits)
         return Forward(
@@ -95,7 +95,7 @@ def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:
 
 
 def plain_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> AddNorm[Tensor]:
-    """The result has `dtype`, which is mostly the weight's."""
+    """Return an AddNorm whose result has `dtype`, which is mostly the weight's."""
 
     def add_norm(residual: Tensor, pending: Tensor | None) -> Tensor:
         if pending is not None:
@@ -106,11 +106,11 @@ def plain_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> AddNorm[Tensor
 
 
 MakeNorm = Callable[[Tensor, float, torch.dtype], AddNorm[Tensor]]
-"""(weight, eps, dtype of the result) -> how a residual is added to and normed."""
+"""(weight, eps, dtype of the result) -> the function that adds a block's output to the residual and norms it."""
 
 
 def plain(model: Model, ranks: RankContext[Seams] = SINGLE, norm: MakeNorm = plain_norm) -> Forward[Step, Tensor]:
-    """The model as its family's file says it, on any device, with a residual in float32."""
+    """Lower a model to the blocks that its family's file yields, on any device, with a residual in float32."""
     seams = ranks.seams
     embed = ranks.inbox.look_up(seams.embedding(model))
 

@@ -1,6 +1,6 @@
-"""Linear layers: one class for all, over a weight as a device's GEMM reads it.
+"""Linear layers: one class for all formats of weights, each with the GEMM that reads its format.
 
-A model is built with plain weights; loaders put layers with others in their place (`Block.linears`).
+A model is built with plain weights; loaders replace its layers by quantized ones (`Block.linears`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def plain(linear: Linear, x: Tensor) -> Tensor:
 
 
 class Linear:
-    """y = x[..., order] W^T + b, by the GEMM that reads W in this form.
+    """y = x[..., order] W^T + b, computed by the GEMM for the format of W.
 
-    weight: (out, in) in the type of x, or what `gemm` reads. scales: of a quantized weight, and offsets if they are
-    stored together. group_size: columns that share them; 0: all. names: the checkpoint's weights whose rows follow
-    each other in W. order: which column of x each of W is multiplied by, (in,) int64; None: as they are.
-    dense: the same layer for more than `max_rows` rows, if it is faster there. workspace: of a GEMM that needs one,
-    shared by layers that run one after the other.
+    weight: (out, in) in the type of x, or the format that `gemm` reads. scales: of a quantized weight, with its
+    offsets if they are stored together. group_size: columns that share a scale; 0: all. names: the checkpoint's
+    weights that are stacked in W. order: (in,) int64, the column of x that each column of W is multiplied by; None:
+    the same one. dense: the same layer in a form that is faster for more than `max_rows` rows, or None. workspace:
+    of a GEMM that needs one, shared by layers that run one after the other.
     """
 
     __slots__ = (
@@ -40,7 +40,7 @@ class Linear:
         gemm: Callable[[Linear, Tensor], Tensor] = plain, scales: Tensor | None = None, group_size: int = 0,
         num_columns: int = 0, dense: Linear | None = None, max_rows: int = 0, workspace: Any = None,
     ) -> None:  # fmt: skip
-        """num_columns: of x; 0: those of `weight`."""
+        """num_columns: of x; 0: as many as `weight` has."""
         self.weight, self.bias, self.names = weight, bias, names
         self.gemm, self.scales, self.group_size = gemm, scales, group_size
         self.num_columns = num_columns
@@ -56,21 +56,21 @@ class Linear:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weight is one that any code can read."""
+        """Whether `weight` is W itself, in the type of x and the order of x's columns."""
         return self.gemm is plain and self.order is None
 
     def changed(self, **attributes: Any) -> Linear:
-        """The layer with other values of these attributes. Weights are shared."""
+        """Return a copy of the layer with other values of these attributes. Weights are shared."""
         linear = copy.copy(self)
         for name, value in attributes.items():
             setattr(linear, name, value)
         return linear
 
     def tensors(self) -> list[Tensor]:
-        """All that the layer is: with the contents of another's, it is that one."""
+        """All tensors that define the layer: copying another layer's contents into them makes it that layer."""
         return [each for each in (self.weight, self.scales, self.bias) if each is not None]
 
 
 def two_rows_at_least(linear: LinearLayer, x: Tensor) -> Tensor:
-    """Compute a single row twice: libraries add up its products in another order than those of several rows."""
+    """Compute a single row twice, because libraries sum a single row in a different order than several rows."""
     return linear(x.expand(2, -1))[:1] if x.shape[0] == 1 else linear(x)

@@ -14,7 +14,7 @@ from kernels.elementwise import silu_mul
 
 
 class Mlp(Block):
-    """The dense feed-forward block. is_gelu: GELU in SiLU's place."""
+    """The dense feed-forward block. is_gelu: GELU instead of SiLU."""
 
     is_gelu = False
 
@@ -38,7 +38,7 @@ def take_gated(
     weights: WeightSource, names: tuple[str, str, str], hidden: int, inner: int, bias: bool = False,
     is_divided: bool = True,
 ) -> tuple[Linear, Linear]:  # fmt: skip
-    """gate_up and down of the weights of these names: gate, up, down. is_divided: among ranks, by `inner`."""
+    """Return the layers gate_up and down. names: gate, up, down. is_divided: `inner` is divided among ranks."""
     gate, up, down = names
     columns, rows = (Partition.COLUMNS, Partition.ROWS) if is_divided else (Partition.NONE, Partition.NONE)
     return (

@@ -1,7 +1,7 @@
-"""How a model asks for its weights: by Hugging Face name and shape, from whatever holds them.
+"""The interface through which a model takes its weights, by Hugging Face name and shape.
 
-A loader implements `WeightSource`; building a model against `ShapeRecorder` lists what the model needs, so that a
-loader can compare it with what a checkpoint has before any bytes are read.
+A loader implements `WeightSource`. Building a model with a `ShapeRecorder` lists the weights that it needs, so that a
+loader can compare them with a checkpoint's before it reads any bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 CHOICE_BIAS = "e_score_correction_bias"
-"""How names end whose weights are float32 whatever the model computes in: all choices of experts hang on them."""
+"""Suffix of weights that stay float32 in models of any dtype, because the choice of experts depends on them."""
 
 
 class Partition(Enum):
     """Which part of a weight (out, in) each rank of a tensor-parallel model holds.
 
-    Models ask for shapes of their own `ModelConfig`, and get a rank's if it is a rank's. With as many pieces as fit
-    into the stored dimension, rank r of n holds piece r * pieces // n: so the same KV head goes to several ranks
-    where there are fewer heads than ranks.
+    Models ask for the shapes of their `ModelConfig`, which is the rank's on a rank. With as many pieces of that size
+    as the stored dimension has, rank r of n holds piece r * pieces // n: so several ranks hold the same KV head if
+    there are fewer heads than ranks.
     """
 
     NONE = "every rank holds all of it: norms, routers"
@@ -34,16 +34,16 @@ class Partition(Enum):
 
 
 Part = tuple[range, ...]
-"""Which indices in each dimension of a stored tensor."""
+"""The range of indices in each dimension of a stored tensor."""
 
 
 class WeightSource(Protocol):
-    """Where weights come from."""
+    """A source of a model's weights."""
 
     def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
-        """The weight, in the model's dtype, on its device. Each name is asked for once.
+        """Return the weight in the model's dtype, on its device. Each name is asked for once.
 
-        shape: of what this rank holds. partition: how that lies in the stored tensor.
+        shape: of this rank's part. partition: where that part is in the stored tensor.
         """
         ...
 
@@ -57,11 +57,11 @@ class PartSource(ABC):
 
     @abstractmethod
     def take_part(self, name: str, part: Part) -> Tensor:
-        """That part of a weight, as `take` gives the whole."""
+        """Return a part of a weight, otherwise like `take`."""
 
 
 class ShapeRecorder:
-    """Hands out tensors without storage and remembers what was asked for."""
+    """Returns tensors without storage and records their names and shapes."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}

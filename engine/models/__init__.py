@@ -1,1 +1,1 @@
-"""Model families over the layers of `engine/layers`; `families.py` lists them."""
+"""Model families, built from the layers of `engine/layers`; `families.py` lists them."""

@@ -1,7 +1,7 @@
-"""Shape and constants of a decoder model, and what a layer has of them.
+"""Shape and constants of a decoder model.
 
-Knows no file format (`hf_config` and `gguf_config` read those) and no family: what one family spells differently is
-corrected by its entry in `engine/models/registry.py`.
+Knows no file format (`hf_config` and `gguf_config` read those) and no family: where a family differs, its
+`adapt_config` corrects the config (`engine/models/registry.py`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from engine.mla.config import LatentConfig
     from engine.moe.config import MoeConfig
 
-PLAIN_BITS = 16  # of a weight that is not quantized
+PLAIN_BITS = 16  # bits of a weight that is not quantized
 
 
 class RopeScaling(Protocol):
-    """How frequencies are stretched beyond the trained context, as plain data."""
+    """A rule that stretches frequencies beyond the trained context, as plain data."""
 
     def within(self, context_length: int) -> RopeScaling:
-        """That of a model which is used for contexts up to this length.
+        """Return the rule for a model that is used for contexts up to this length.
 
-        K in the pool is rotated, so one sequence cannot change from one kind of stretching to another.
+        K in the pool is already rotated, so the rule cannot change within a sequence.
         """
         ...
 
     def scaled(self, frequencies: Tensor, theta: float) -> tuple[Tensor, float]:
-        """Stretch plain angles per position, and give the factor on cosines and sines. Raises ConfigError."""
+        """Return the stretched angles per position, and the factor on cosines and sines. Raises ConfigError."""
         ...
 
 
@@ -39,7 +39,7 @@ class RopeScaling(Protocol):
 class RopeConfig:
     """Rotary embedding; `engine/layers/rotary.py` computes the table.
 
-    theta: the base. partial: how much of each head is rotated, its first numbers.
+    theta: the base. partial: the share of each head's dimensions, the first ones, that is rotated.
     """
 
     theta: float = 10000.0
@@ -47,7 +47,7 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
     def rotated(self, head_dim: int) -> int:
-        """Numbers of a head that are rotated."""
+        """Number of rotated dimensions of a head."""
         return int(head_dim * self.partial)
 
     def within(self, context_length: int) -> RopeConfig:
@@ -59,13 +59,13 @@ class RopeConfig:
 class ModelConfig:
     """Shape and constants of a decoder with grouped-query or latent attention, and gated MLPs or experts.
 
-    num_kv_heads, head_dim: as the pool has them. sliding_window: tokens that layers look back, but for `full_layers`;
-    local_rope: that of such layers, if it is another one. is_causal: else tokens attend to later ones, too, and with
-    a window to those nearer than it on both sides. query_scale: a factor on 1/sqrt(head_dim).
-    unused_weights: beginnings of names that a checkpoint may have beyond the model. expert_slots: each layer's
-    placement of experts, if they have any, see `engine.expert_balancing.placement`. linear_bits: of a weight of
-    blocks, where they stay as a quantized checkpoint holds them; embedding and head have 16. Of a rank of a
-    tensor-parallel model: heads, intermediate sizes and vocabulary are that rank's (`tensor_parallel.rank_config`).
+    num_kv_heads, head_dim: in the pool. sliding_window: tokens that layers look back, except `full_layers`;
+    local_rope: rotary embedding of the layers with a window, if it differs. is_causal: if false, tokens also attend
+    to later ones, and a window reaches to both sides. query_scale: a factor on 1/sqrt(head_dim). unused_weights:
+    prefixes of names that a checkpoint may have although the model does not use them. expert_slots: each layer's
+    placement of experts, if any, see `engine.expert_balancing.placement`. linear_bits: bits of a weight in blocks,
+    if they stay as a quantized checkpoint stores them; embedding and head have 16. On a rank of a tensor-parallel
+    model, heads, intermediate sizes and vocabulary are that rank's (`tensor_parallel.rank_config`).
     """
 
     architecture: str
@@ -99,17 +99,17 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Rotated dimensions of a head."""
+        """Dimensions of a head that the rotary table covers."""
         return self.head_dim if self.latent is None else self.latent.rope_head_dim
 
     @property
     def num_kv_planes(self) -> int:
-        """2, K and V; of latents 1."""
+        """2 for K and V, 1 for latents."""
         return 2 if self.latent is None or self.latent.form == "naive" else 1
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Tokens that each layer looks back, 0: all; of a model whose layers all look back to the start, nothing."""
+        """Tokens that each layer looks back, 0: all. Empty if no layer has a window."""
         if self.sliding_window is None:
             return ()
         return tuple(0 if layer in self.full_layers else self.sliding_window for layer in range(self.num_layers))
@@ -123,9 +123,9 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def context_length(self, max_model_len: int) -> int:
-        """Longest sequence to serve: `max_model_len`, or with 0 what the model computes correctly.
+        """Return the longest sequence to serve: `max_model_len`, or with 0 the model's maximum.
 
-        Raises ConfigError when `max_model_len` is beyond that.
+        Raises ConfigError when `max_model_len` exceeds that maximum.
         """
         limit = self.max_position_embeddings
         if max_model_len > limit:
@@ -136,7 +136,7 @@ class ModelConfig:
 
 
 def check_config(config: ModelConfig) -> None:
-    """Refuse shapes that do not fit together."""
+    """Raise ConfigError for shapes that do not fit together."""
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads")
     rotated = config.rope.rotated(config.head_dim)

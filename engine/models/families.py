@@ -1,4 +1,4 @@
-"""All families this engine knows: importing a family's module registers it. Wings that are not here are left out."""
+"""All families this engine knows. Importing a family's module registers it; wings that are absent are skipped."""
 
 from importlib import import_module
 

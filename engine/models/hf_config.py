@@ -1,6 +1,6 @@
-"""A model's config from a Hugging Face `config.json`.
+"""Reads a model's config from a Hugging Face `config.json`.
 
-Both spellings of transformers' files are read (`rope_theta` or `rope_parameters`, `torch_dtype` or `dtype`).
+Both of transformers' spellings are read (`rope_theta` or `rope_parameters`, `torch_dtype` or `dtype`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.models.config import ModelConfig, RopeConfig, check_config
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """`config.json`, with what files beside it add: end-of-sequence ids, how weights are quantized."""
+    """Read `config.json`, and from files next to it the end-of-sequence ids and the quantization."""
     raw = _read_json(directory / "config.json")
     call_wing("engine.quantization.config_files:add_quantization", raw, directory, _read_json)
     generation = directory / "generation_config.json"
@@ -59,7 +59,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:
-    """The class name that `architectures` gives. Raises UnsupportedModelError without one."""
+    """Return the class name in `architectures`. Raises UnsupportedModelError if there is none."""
     names = raw.get("architectures") or []
     if not names:
         raise UnsupportedModelError("config.json names no architecture (field 'architectures')")
@@ -67,12 +67,12 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
 
 
 def is_causal(raw: Mapping[str, Any]) -> bool:
-    """Whether tokens attend to earlier ones alone."""
+    """Whether tokens attend only to earlier ones."""
     return raw.get("is_causal") is not False and not raw.get("use_bidirectional_attention")
 
 
 def positive(raw: Mapping[str, Any], key: str) -> int:
-    """The field. Raises ConfigError with its name."""
+    """Return a field that must be a positive integer. Raises ConfigError with its name."""
     value = raw.get(key)
     if not isinstance(value, int) or value <= 0:
         raise ConfigError(f"config.json: {key} must be a positive integer, not {value!r}")
@@ -80,7 +80,7 @@ def positive(raw: Mapping[str, Any], key: str) -> int:
 
 
 def rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """Read config.json. Raises ConfigError, UnsupportedModelError."""
+    """Read the rotary embedding from config.json. Raises ConfigError, UnsupportedModelError."""
     values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     kind = values.get("rope_type") or values.get("type") or "default"
     scaling = None
@@ -95,7 +95,7 @@ def rope_from_hf(raw: Mapping[str, Any], max_position: int) -> RopeConfig:
 
 
 def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config has of the windows of its layers, if any has one."""
+    """Return the fields of ModelConfig that describe the layers' windows, if there are any."""
     kinds = raw.get("layer_types")
     is_used = raw.get("use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
     if raw.get("sliding_window") is None or not is_used:

@@ -15,7 +15,7 @@ from engine.models.registry import register
 
 
 def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """`attention_bias` covers all four projections here."""
+    """Read the biases: `attention_bias` covers all four projections here."""
     bias = bool(raw.get("attention_bias", False))
     return replace(config, attention_bias=bias, attention_output_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False)))
 
@@ -23,7 +23,7 @@ def adapt_config(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
 @register("MistralForCausalLM", adapt_config)
 @register("LlamaForCausalLM", adapt_config)
 def llama(config: ModelConfig, weights: WeightSource) -> Iterator[Part]:
-    """Yield the model; other families of these blocks differ in their configs."""
+    """Yield the model's parts. Other families with these blocks differ only in their configs."""
     embedding = Embedding(config, weights, "model.embed_tokens")
     yield embedding
     for index in range(config.num_layers):

@@ -1,4 +1,4 @@
-"""A model as data: embedding, a flat list of blocks, final norm, output projection. How it runs is not said here."""
+"""A model as data: embedding, a flat list of blocks, final norm, output projection. Knows nothing of how it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.models.config import ModelConfig, RopeConfig
 
 
 class Embedding:
-    """weight: (vocab, hidden)."""
+    """The token embedding. weight: (vocab, hidden)."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, name: str) -> None:
         self.name = f"{name}.weight"
@@ -41,14 +41,14 @@ class Head:
 
 Part = Embedding | Block | Head
 OnBlock = Callable[[Block], None]
-"""Called with each block as soon as it is made, while the next ones are not in memory yet."""
+"""Called with each block as soon as it is made, before the weights of the next one are read."""
 
 
 @dataclass(slots=True)
 class Model:
-    """rotary: (max_position_embeddings, 2, rope_dim), see `rotary_table`.
+    """A model's tensors and blocks. rotary: (max_position_embeddings, 2, rope_dim), see `rotary_table`.
 
-    local_rotary: of layers with a window, if it is another one.
+    local_rotary: table of the layers with a window, if it differs.
     """
 
     config: ModelConfig
@@ -62,16 +62,16 @@ class Model:
     embedding_scale: Tensor | None = None  # in the embedding's dtype, as transformers rounds it
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """(num_tokens,) -> (num_tokens, hidden)."""
+        """Look up the embedding: (num_tokens,) -> (num_tokens, hidden)."""
         return self.embedded(functional.embedding(token_ids, self.embedding), token_ids)
 
     def embedded(self, rows: Tensor, token_ids: Tensor, first_id: int = 0) -> Tensor:
-        """What the first block gets of the embedding's rows. first_id: the token of the embedding's first row."""
+        """Turn rows of the embedding into the first residual. first_id: the token id of the embedding's first row."""
         return rows if self.embedding_scale is None else rows * self.embedding_scale
 
     @property
     def takes_rows_as_they_are(self) -> bool:
-        """Whether `embedded` changes nothing."""
+        """Whether `embedded` returns its rows unchanged."""
         return self.embedding_scale is None
 
     def linears(self) -> Iterator[LinearRef]:
@@ -82,7 +82,7 @@ class Model:
 
 
 def assemble_model(config: ModelConfig, parts: Iterable[Part], on_block: OnBlock | None = None) -> Model:
-    """Collect what a family's function yields."""
+    """Build a model from the parts that a family's function yields."""
     embedding = head = None
     blocks: list[Block] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Registry of model families. A family is a function pair: correct the config, yield the model's parts.
+"""Registry of model families. A family is two functions: one adapts the config, one yields the model's parts.
 
 Families register themselves when `engine.models.families` is imported.
 """
@@ -24,11 +24,11 @@ Fused = Mapping[str, tuple[str, ...]]
 class ModelFamily:
     """One architecture.
 
-    adapt_config: from the common translation and the raw metadata (Hugging Face or GGUF) to the final config.
-    parts: yields the model from the embedding to the head, asking the weight source for every weight by its Hugging
-        Face name.
-    text_config: gives the text model's part of a config.json that describes more.
-    fused: names of tensors, within a layer, that hold the rows of several weights one after the other.
+    adapt_config: makes the final config from the commonly translated one and the raw metadata (Hugging Face or
+        GGUF).
+    parts: yields the model from the embedding to the head, taking every weight by its Hugging Face name.
+    text_config: returns the text model's part of a config.json that describes more.
+    fused: names of tensors within a layer in which several weights are stacked, and of these weights.
     """
 
     architecture: str
@@ -41,7 +41,7 @@ class ModelFamily:
         return assemble_model(config, self.parts(config, weights), on_block)
 
     def skeleton(self, config: ModelConfig) -> tuple[Model, dict[str, tuple[int, ...]]]:
-        """The model without storage, and the shapes of all weights that it takes, in their order."""
+        """Return the model without storage, and the shapes of all weights that it takes, in that order."""
         recorder = ShapeRecorder()
         return self.build(config, recorder), recorder.shapes
 
@@ -51,7 +51,7 @@ absent: list[str] = []  # modules of families that this installation lacks
 
 
 def register(architecture: str, adapt_config: AdaptConfig, **others: Any) -> Callable[[Parts], Parts]:
-    """Decorator of a function that yields a model's parts. others: further fields of its `ModelFamily`."""
+    """Return a decorator for a function that yields a model's parts. others: further fields of its `ModelFamily`."""
 
     def add(parts: Parts) -> Parts:
         FAMILIES[architecture] = ModelFamily(architecture, adapt_config, parts, **others)
@@ -61,7 +61,7 @@ def register(architecture: str, adapt_config: AdaptConfig, **others: Any) -> Cal
 
 
 def family_of(architecture: str) -> ModelFamily:
-    """The family with this Hugging Face class name. Raises UnsupportedModelError that names the known ones."""
+    """Return the family of a Hugging Face class name. Raises UnsupportedModelError, which names the known ones."""
     family = FAMILIES.get(architecture) or FAMILIES.get(f"{architecture.removesuffix('Model')}ForCausalLM")
     if family is None:
         raise UnsupportedModelError(f"architecture {architecture!r} is not supported (known: {listed(FAMILIES)})")
@@ -69,5 +69,5 @@ def family_of(architecture: str) -> ModelFamily:
 
 
 def listed(known: Iterable[str]) -> str:
-    """Names for an error."""
+    """List names for an error message."""
     return ", ".join(sorted(known)) + (f"; not installed: {', '.join(absent)}" if absent else "")
