@@ -1,1 +1,1 @@
-"""Reading models: safetensors and random weights. `load.load_model` is the way in."""
+"""Reads models: safetensors and random weights. Entry point: `load.load_model`."""

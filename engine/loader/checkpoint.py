@@ -1,4 +1,4 @@
-"""What a model needs of a checkpoint: compared with what it has before any weight is read, then taken and counted."""
+"""Compares the weights that a model needs with a checkpoint before any is read; counts them while they are read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from common.errors import ConfigError
 from engine.layers.weights import Partition, WeightSource
 from engine.wings import OnProgress, no_progress
 
-# Stored by some tools, recomputed here; scales of an 8-bit KV cache are not used.
+# Some tools store these. They are recomputed here, except scales of an 8-bit KV cache, which are not used.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".k_scale", ".v_scale", ".q_scale")
 MAX_NAMES = 5
 INTERVAL_SECONDS = 0.1  # between reports of progress
 
 Shape = tuple[int, ...]
 Check = Callable[..., None]
-"""`check_weights` of what is found."""
+"""`check_weights` with `found` given."""
 
 
 def check_weights(
@@ -31,7 +31,7 @@ def check_weights(
 ) -> None:
     """Raise ConfigError that names missing, unexpected and wrongly shaped weights.
 
-    quantized: what is wrong with quantized ones, a line each. unused: see ModelConfig.
+    quantized: one message for each wrong quantized weight. unused: see `ModelConfig.unused_weights`.
     """
     ignored = {"lm_head.weight"} if tied else set()
     missing = [name for name in needed if name not in found]
@@ -65,15 +65,16 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class ModelWeights:
-    """What a model takes while it is built: weights from any source, in the same order in all its processes.
+    """The source that a model is built from: weights from any source, in the same order in all its processes.
 
-    Tells `on_progress` which part of the model's numbers has been read, at most ten times a second and at the end.
+    Calls `on_progress` with the share of the model's numbers that has been read, at most ten times a second and at
+    the end.
     """
 
     def __init__(
         self, source: WeightSource, needed: Mapping[str, Shape], on_progress: OnProgress = no_progress
     ) -> None:
-        """needed: shapes of all that this process reads."""
+        """needed: shapes of all weights that this process reads."""
         self._source = source
         self._unread = {name: math.prod(shape) for name, shape in needed.items()}
         self._total, self._num_read = sum(self._unread.values()), 0
@@ -86,7 +87,7 @@ class ModelWeights:
         return weight
 
     def count(self, name: str) -> None:
-        """A weight has been read, perhaps once more: an expert may have several slots."""
+        """Count a weight that has been read, perhaps not for the first time: an expert may have several slots."""
         self._num_read += self._unread.pop(name, 0)
         now = time.monotonic()
         if now - self._told >= INTERVAL_SECONDS or self._num_read == self._total:

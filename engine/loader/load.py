@@ -1,4 +1,4 @@
-"""Load a model from files and settings, with the fingerprint that names it."""
+"""Loads a model from files and settings, and computes its fingerprint."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, or a rank's part of it, whose shapes `model.config` has; `config` is the whole one's.
+    """A model ready to run, or a rank's part of it. `model.config` has the part's shapes, `config` the whole model's.
 
-    `fingerprint` is equal where weights, config, dtype, quantization and KV dtype are, on all ranks.
+    `fingerprint` is equal if and only if weights, config, dtype, quantization and KV dtype are; ranks share it.
     """
 
     model: Model
@@ -46,14 +46,14 @@ class LoadedModel:
     dtype: torch.dtype
     quant_mode: str
     device: torch.device
-    tokenizer: Callable[[], Tokenizer]  # reads it once. Raises UnsupportedModelError when there is none
+    tokenizer: Callable[[], Tokenizer]  # reads it once. Raises UnsupportedModelError if there is none
     shard: Shard = WHOLE
-    constraints: Constraints | None = None  # over its tokens
+    constraints: Constraints | None = None  # on output, over the tokenizer's tokens
     vector_modules: Any = None  # see `engine.pooling.modules`; None: this installation gives no vectors
 
 
 def resolve_device(engine_config: EngineConfig) -> torch.device:
-    """`auto`: a GPU when there is one. Raises ConfigError for a GPU that is not there."""
+    """Return the device; `auto` is a GPU if there is one. Raises ConfigError if a GPU is asked for and missing."""
     has_gpu = torch.cuda.is_available()
     if engine_config.device == "cuda" and not has_gpu:
         raise ConfigError("--device cuda: no CUDA device is visible; use --device cpu")
@@ -63,7 +63,7 @@ def resolve_device(engine_config: EngineConfig) -> torch.device:
 
 
 def resolve_dtype(files: ModelFiles, engine_config: EngineConfig) -> torch.dtype:
-    """`auto`: bfloat16, but float32 for the dry-run model."""
+    """Return the dtype; `auto` is bfloat16, but float32 for the dry-run model."""
     if engine_config.dtype != "auto":
         return TORCH_DTYPES[engine_config.dtype]
     return torch.float32 if files.kind == "dry-run" else torch.bfloat16
@@ -79,7 +79,7 @@ def load_model(
 ) -> LoadedModel:
     """Read or make the weights of `files`. Raises ConfigError and UnsupportedModelError, which say what to do.
 
-    shard, stage: which part of them.
+    shard, stage: the part of the model to load.
     """
     started = time.perf_counter()
     device = device or resolve_device(engine_config)
@@ -110,14 +110,14 @@ def load_model(
 
 
 def read_config(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
-    """The model's config, without its weights. Raises ConfigError and UnsupportedModelError."""
+    """Read the model's config, but no weights. Raises ConfigError and UnsupportedModelError."""
     return open_source(files, engine_config, resolve_dtype(files, engine_config), torch.device("cpu")).config
 
 
 def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
     """Return the model's config if it fits the settings; reads no weight. Raises ConfigError, UnsupportedModelError.
 
-    For callers that start processes or read weights next: a model that cannot be divided among ranks is known here.
+    Lets callers fail before they start processes or read weights, also if the model cannot be divided among ranks.
     """
     if engine_config.num_ranks > 1:
         require_wing("engine.tensor_parallel", "--tp" if engine_config.tp > 1 else "--pp")
@@ -129,7 +129,7 @@ def check_model(files: ModelFiles, engine_config: EngineConfig) -> ModelConfig:
 
 
 def check_kernels(config: ModelConfig, device: torch.device) -> None:
-    """Raise UnsupportedModelError for blocks that the device has no kernels for."""
+    """Raise UnsupportedModelError if the device has no kernels for the model."""
     if device.type != "cuda":
         return
     latent = config.latent
@@ -142,7 +142,7 @@ def check_kernels(config: ModelConfig, device: torch.device) -> None:
 
 
 def _as_cached(config: ModelConfig) -> ModelConfig:
-    """The config as far as blocks depend on it: two forms of latent attention keep the same of a token."""
+    """Drop what KV does not depend on: two forms of latent attention cache the same values."""
     config = replace(config, linear_bits=PLAIN_BITS)
     if config.latent is None or config.latent.form == "naive":
         return config
@@ -157,7 +157,7 @@ def _build(
     device: torch.device,
     on_progress: OnProgress,
 ) -> tuple[Model, str, dict[str, str]]:
-    """The model, or a rank's or a stage's part of it, its quant mode, and what else identifies how it is held.
+    """Build the model or a part of it. Returns it, its quant mode, and further entries of the fingerprint.
 
     Raises ConfigError.
     """
@@ -178,11 +178,11 @@ def _build(
 
 
 def fingerprint(parts: dict[str, Any], files: Iterable[Path]) -> str:
-    """A name for "these weights, held this way": equal on two hosts with the same files, different otherwise.
+    """Name weights and their form in memory: equal on two hosts with the same files, different otherwise.
 
-    SHA-256 over `parts` (JSON values and dataclasses) and a digest of each file; names of folders do not count.
-    Weights are not read whole: headers (names, shapes, types, offsets), file sizes and spread samples stand for them.
-    It guards against mixing models by mistake, not against someone who forges a file.
+    SHA-256 over `parts` (JSON values and dataclasses) and a digest of each file; names of folders do not count. The
+    digest covers a file's header (names, shapes, types, offsets), its size and spread samples, not all weights: it
+    prevents mixing models by mistake, not forged files.
     """
     digest = hashlib.sha256()
     digest.update(json.dumps(parts, sort_keys=True, default=dataclasses.asdict).encode())

@@ -1,4 +1,4 @@
-"""Random weights, and the tiny model of `--dry-run` that has them."""
+"""Random weights, and the config of the tiny `--dry-run` model that uses them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DRY_RUN_CONFIG = ModelConfig(
     max_position_embeddings=2048,
     eos_token_ids=(257,),
 )
-# With 0.02 the residual stream is the embedding alone and greedy output repeats one token.
+# With 0.02 the residual is little more than the embedding, and greedy output repeats one token.
 DRY_RUN_STD = 0.3
 
 
 class RandomWeights:
-    """Normal weights with standard deviation `std`, norms 1, biases 0.
+    """Normally distributed weights with standard deviation `std`; norms are 1, biases 0.
 
-    Drawn on the CPU in float32: the same everywhere, up to rounding to `dtype`.
+    Sampled on the CPU in float32, so they are the same everywhere, up to rounding to `dtype`.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, std: float) -> None:

@@ -22,7 +22,7 @@ PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a file's header says of one tensor. `type_name` is safetensors' own: BF16, I32, F8_E4M3, ..."""
+    """One tensor in a file's header. `type_name` is safetensors' name of its type: BF16, I32, F8_E4M3, ..."""
 
     path: Path
     shape: Shape
@@ -39,7 +39,7 @@ class SafetensorsWeights(PartSource):
         self.tensors: dict[str, StoredTensor] = {}
         for path in self.files:
             self.tensors.update(read_header(path))
-        # A model without a head, as embedding models are published, names its weights from there on.
+        # A model without a head, which embedding models are published as, omits "model." in its weights' names.
         self.prefix = "model." if "embed_tokens.weight" in self.tensors else ""
         self.tensors = {self.prefix + name: tensor for name, tensor in self.tensors.items()}
         self._open_files: dict[Path, Any] = {}
@@ -49,7 +49,7 @@ class SafetensorsWeights(PartSource):
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
-        """The tensor as it is stored, or a part of it, on the device."""
+        """Read a tensor, or a part of it, in its stored type, to the device."""
         return self._open(name, part).to(device=self.device, copy=True, memory_format=torch.contiguous_format)
 
     def take_part(self, name: str, part: Part) -> Tensor:
@@ -67,7 +67,7 @@ class SafetensorsWeights(PartSource):
         return self._open_in(self.tensors[name].path, name, self.tensors[name].shape, part)
 
     def _open_in(self, path: Path, name: str, shape: Shape, part: Part | None) -> Tensor:
-        """part: further dimensions than the tensor has are left out."""
+        """Open a file once and read from it. part: extra dimensions at its end are ignored."""
         from safetensors import SafetensorError, safe_open
 
         inside = (part or ())[: len(shape)]
@@ -86,7 +86,7 @@ class SafetensorsWeights(PartSource):
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory. Raises ConfigError when there are none or shards are missing."""
+    """List the safetensors files of a directory. Raises ConfigError if there are none or shards are missing."""
     index = directory / INDEX_NAME
     if index.is_file():
         try:
@@ -95,7 +95,7 @@ def weight_files(directory: Path) -> list[Path]:
             raise ConfigError(f"{INDEX_NAME} has no weight_map") from error
         if any(Path(name).name != name for name in names):
             raise ConfigError(f"{INDEX_NAME} names files outside the model's directory")
-    elif (directory / SINGLE_NAME).is_file():  # others beside it are adapters, or the same weights once more
+    elif (directory / SINGLE_NAME).is_file():  # other files are adapters, or the same weights again
         names = [SINGLE_NAME]
     else:
         names = sorted(path.name for path in directory.glob("*.safetensors"))
@@ -108,7 +108,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read names, types and shapes (8 bytes of length, then JSON). Raises ConfigError, also for tensors outside."""
+    """Read names, types and shapes (8 bytes of length, then JSON). Raises ConfigError if the file is damaged."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= MAX_HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""Opening of model files: the config that they describe, and where their weights are taken from. Reads no weight."""
+"""Opens model files: finds the config that they describe and the source of their weights. Reads no weight."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ WING = "engine.quantization"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Contents of the model files: the config, the weights, and what identifies them."""
+    """Contents of the model files: the config, the weights, and their part of the fingerprint."""
 
     config: ModelConfig
     family: ModelFamily
     weights: WeightSource
-    check: Check | None  # compares them with those that are needed; None: any weight can be made
+    check: Check | None  # compares them with the needed ones; None: the source can make any weight
     identity: dict[str, Any]
     files: list[Path]
 
     def checked_skeleton(self) -> tuple[Model, dict[str, Shape]]:
-        """The model without storage, and the weights that it needs, compared with those that there are.
+        """Return the model without storage, and the shapes of the weights that it needs.
 
-        Raises ConfigError.
+        Raises ConfigError if the files do not have these weights.
         """
         skeleton, needed = self.family.skeleton(self.config)
         tied, unused = self.config.tie_word_embeddings, self.config.unused_weights
@@ -56,7 +56,7 @@ class Source:
     def conversion(
         self, engine_config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device
     ) -> Conversion | None:
-        """Choose what becomes of the linear layers; None: they stay plain.
+        """Choose how linear layers are converted; None: they stay plain.
 
         Raises ConfigError for a mode without a kernel or weights.
         """
@@ -98,7 +98,7 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
         return Source(config, family, weights, None, identity, [])
     config = replace(config, rope=config.rope.within(config.context_length(engine_config.max_model_len)))
     tensors = SafetensorsWeights(files.path, dtype, device)
-    if tensors.prefix:  # no head, which an embedding does without
+    if tensors.prefix:  # no head: an embedding model does not need one
         config = replace(config, tie_word_embeddings=True)
     needed = family.skeleton(config)[1]
     rows: Mapping[str, StoredRows] = {}
@@ -117,13 +117,13 @@ def open_source(files: ModelFiles, engine_config: EngineConfig, dtype: torch.dty
 
 
 def check_settings(config: ModelConfig, engine_config: EngineConfig) -> None:
-    """Raise ConfigError for a setting that says nothing about such a model."""
+    """Raise ConfigError for a setting that does not apply to such a model."""
     call_wing("engine.mla.settings:check_settings", config, engine_config)
 
 
 def quantized_checkpoint(raw: Mapping[str, Any]) -> QuantizedCheckpoint | None:
-    """The checkpoint of that config.json, if it is quantized. Raises ConfigError where nothing reads it."""
-    is_mlx = isinstance(raw.get("quantization"), Mapping)  # which is refused there
+    """Return the quantized checkpoint that config.json describes, if any. Raises ConfigError if it cannot be read."""
+    is_mlx = isinstance(raw.get("quantization"), Mapping)  # refused by the wing
     if not (raw.get("quantization_config") or raw.get("compression_config") or is_mlx):
         return None
     require_wing(WING, "a quantized checkpoint")
