@@ -1,7 +1,7 @@
-"""Puts an engine together from its settings: device, model, KV pool, scheduler, runner.
+"""Assembles an engine from its settings: device, model, KV pool, scheduler, runner.
 
-The only place that knows all the parts. Where the pool's memory comes from is the caller's (`PoolMemory`): plain
-memory for `mini_infer.LLM`, a shareable segment for a worker.
+The only place that knows all the parts. The caller provides the pool's memory (`PoolMemory`): plain memory for
+`mini_infer.LLM`, a shareable segment for a worker.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineParts:
-    """An engine and what others need to know about it."""
+    """An engine, and facts about it that its users need."""
 
     engine: Engine
     runner: Any  # executes the engine's plans
@@ -51,7 +51,7 @@ class EngineParts:
     model_config: ModelConfig
     geometry: PoolGeometry
     device: str
-    dtype: str  # what the model computes in; geometry.dtype is what KV is stored as
+    dtype: str  # that the model computes in; geometry.dtype is that of stored KV
     quantization: str
     tokenizer: Callable[[], Tokenizer]  # see `LoadedModel`
     max_num_seqs: int
@@ -66,7 +66,7 @@ def assemble(
     is_offline: bool = False,
     on_progress: OnProgress = no_progress,
 ) -> EngineParts:
-    """Load the model and build its engine. Raises ConfigError with what to do.
+    """Load the model and build its engine. Raises ConfigError, which says what to do.
 
     is_offline: without services, see `EngineConfig.resolved`.
     """
@@ -77,7 +77,7 @@ def assemble(
 def _assemble(
     config: EngineConfig, memory: PoolMemory, gpu: GpuConfig, is_offline: bool, on_progress: OnProgress
 ) -> EngineParts:
-    # Here, because they take seconds to import and the settings should be checked first.
+    # Imported here because it takes seconds, and after the settings have been checked.
     from engine.loader.load import check_model, load_model, resolve_device
 
     began = time.monotonic()
@@ -99,12 +99,12 @@ def _assemble(
         config = for_whole_prompts(config, model_config, asked_tokens)
     if device.type == "cuda":
         call_wing("engine.prefill_backends.refusals:check_attention", model_config, gpu.attention_backend)
-    followed = "engine.tensor_parallel.assembly:FollowedRanks"  # which starts other ranks
+    followed = "engine.tensor_parallel.assembly:FollowedRanks"  # starts the other ranks
     ranks: Ranks = call_wing(followed, config, device, gpu) if config.num_ranks > 1 else Ranks()
     with call_wing("engine.start_failures.explained:of_loading") or nullcontext():
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
     balancing: Balancing | None = call_wing("engine.expert_balancing.rebalancing:open_balancing", loaded, config)
-    adapters = adapters_of(loaded, config)  # what they take of a GPU is not for KV blocks
+    adapters = adapters_of(loaded, config)  # before the pool is sized: they take GPU memory
     drafting: OnGpu | None = call_wing("engine.speculation.proposer:proposer_on_gpu", config, loaded, gpu)  # likewise
     config, geometry, max_model_len = size_pool(loaded, config, gpu, ranks, drafting)
     pool = memory.allocate(geometry, device)
@@ -126,7 +126,7 @@ def _assemble(
     tokens = None if constraints is None else constraints.prepare()
     runner.warmup(on_progress)
     if tokens is not None:
-        tokens.exception()  # wait: nothing stalls the first streams; a model without a tokenizer takes no grammars
+        tokens.exception()  # wait, or the first streams stall; a model without a tokenizer takes no grammars
     speculation: Speculation | None = call_wing(
         "engine.speculation.proposer:open_speculation", config, runner, loaded, drafting, geometry.num_blocks
     )
@@ -175,7 +175,7 @@ def _assemble(
 def size_pool(
     loaded: LoadedModel, config: EngineConfig, gpu: GpuConfig, ranks: Ranks, drafting: OnGpu | None
 ) -> tuple[EngineConfig, PoolGeometry, int]:
-    """The settings with the pool's blocks, the pool, and the longest sequence that it holds. Raises ConfigError."""
+    """Return the settings with a number of blocks, the geometry and the longest sequence. Raises ConfigError."""
     max_model_len = loaded.config.context_length(config.max_model_len)
     if loaded.device.type == "cuda" and not (config.num_gpu_blocks or config.kv_cache_gb):
         require_wing("engine.memory_profiling", "a GPU without --kv-cache-gb or --num-gpu-blocks")
@@ -207,7 +207,7 @@ def _log_ready(parts: EngineParts, seconds: float) -> None:
 
 
 def adapters_of(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
-    """The adapters of a model, or of a rank's part of it; None: it serves none. Raises ConfigError."""
+    """Open the adapters of a model, or of a rank's part of it; None if it serves none. Raises ConfigError."""
     adapters: Adapters | None = call_wing("engine.lora.adapters:open_adapters", loaded, config)
     return adapters
 
@@ -221,7 +221,7 @@ def _make_runner(
     max_model_len: int,
     *ranks: RankContext[Any],
 ) -> Any:
-    """The runner for the model's device. ranks: what this process is, if it is not alone."""
+    """Make the runner for the model's device. ranks: this process's RankContext, if there are other ranks."""
     if loaded.device.type == "cuda":
         from engine.gpu.runner import GpuRunner  # needs triton
 

@@ -1,4 +1,4 @@
-"""Settings of one engine: which model, how it is held in memory, the bounds of a step; and what only a GPU has."""
+"""Settings of one engine: the model, its form in memory, the bounds of a step; and settings for GPUs."""
 
 from __future__ import annotations
 
@@ -71,24 +71,24 @@ class EngineConfig(Settings):
 
     @property
     def has_drafts(self) -> bool:
-        """Whether rows may have draft tokens; see `EngineWing`."""
+        """Whether rows may have draft tokens, see `EngineWing`."""
         return any(self.of(wing).has_drafts for wing in self.wings)
 
     @property
     def is_simulated(self) -> bool:
-        """Whether steps take the time of a GPU and compute nothing; see `EngineWing`."""
+        """Whether steps take a GPU's time but compute nothing, see `EngineWing`."""
         return any(self.of(wing).is_simulated for wing in self.wings)
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the model."""
+        """Number of processes that run the model."""
         return self.tp * self.pp
 
     def resolved(self, device_type: str, is_offline: bool = False) -> EngineConfig:
         """Fill in the block size and every automatic bound of a step for `cpu` or `cuda`.
 
-        is_offline: nobody waits for the next token of a stream, so a step on a GPU may be twice as long.
-        Raises ConfigError for what the device cannot do.
+        is_offline: no client waits for the next token, so a step on a GPU may be twice as long.
+        Raises ConfigError for settings that the device does not support.
         """
         on_gpu = device_type == "cuda"
         like_gpu = on_gpu or self.is_simulated
@@ -119,7 +119,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """GPU settings; without effect on a CPU. Raises ConfigError for values that cannot work."""
+    """GPU settings, which have no effect on a CPU. Raises ConfigError for values that cannot work."""
 
     use_cuda_graph: bool = setting(True, "replay decode steps as CUDA graphs")
     overlap: bool = setting(True, "plan a step while the one before runs")

@@ -1,7 +1,7 @@
 """One engine: scheduler and runner in a loop that reads `schedule -> run -> update`.
 
-Used as it is by `mini_infer.LLM` (in-process) and by a worker's engine process (`worker/engine_process/process.py`).
-It does not know where requests come from, what text is, or how KV reaches a load job's blocks.
+Used by `mini_infer.LLM` (in-process) and by a worker's engine process (`worker/engine_process/process.py`). Knows
+neither the source of requests nor text, nor how KV reaches the blocks of a load.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceLostError(Exception):
-    """Every call to the device fails from now on: only a new process helps. Ends the loop."""
+    """Every further call to the device fails, so only a new process helps. Ends the loop."""
 
 
 class Runner(Protocol):
-    """Executes plans, each of which continues those before it."""
+    """Executes plans, each of which continues the previous ones."""
 
     @property
     def max_steps_in_flight(self) -> int:
-        """1: a step's result is taken before the next step is planned."""
+        """With 1, the result of a step is awaited before the next step is planned."""
         ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start the step after those launched before.
+        """Start the next step.
 
-        When it raises, the plan is taken up and its copies are done: its rows may be launched again.
+        If this raises, the plan's requests and copies have been processed, and its rows may be launched again.
         """
         ...
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """Whether some row cannot be launched while tokens before it are pending (penalties count them)."""
+        """Whether some row cannot be launched while its earlier tokens are pending (penalties count them)."""
         ...
 
     def check(self) -> None:
-        """Raise DeviceLostError when what the steps run on is known to be gone."""
+        """Raise DeviceLostError if the device, or a rank, is known to be lost."""
         ...
 
 
 class Engine:
-    """Requests in, one `StepOutcome` per step out.
+    """Takes requests and returns one `StepOutcome` per step.
 
-    kv: who has which blocks, which leases have to know, too. remote_kv: what is pulled from peers.
+    kv: the block bookkeeping, which leases need, too. remote_kv: the KV pulled from peers.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Engine:
         adapters: Adapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """preparing: called in turn with each request. counting: see `figures`. clock: seconds."""
+        """preparing: called in order with each new request. counting: sources of `figures`. clock: in seconds."""
         self.kv, self.remote_kv = scheduler.kv, scheduler.remote_kv
         self.max_model_len = scheduler.max_model_len
         self.vocab_size = vocab_size
@@ -87,7 +87,7 @@ class Engine:
         if adapters is not None:
             adapters.tell_of_changes(scheduler.kv.prefixes.announce_adapter)
         self.counting = counting
-        self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # when each was launched
+        self._in_flight: deque[tuple[ScheduledStep, PendingStep, float]] = deque()  # with the time of launch
         self._learners = [each for each in (scheduler.prompt_budget, scheduler.speculation) if each is not None]
         self._last_end = 0.0
         self._names = itertools.count()
@@ -101,14 +101,14 @@ class Engine:
         output_token_ids: Sequence[int] = (),
         **fields: Any,
     ) -> Request:
-        """Make a request and submit it. fields: others of `Request`, by name."""
+        """Make a request and submit it. fields: further fields of `Request`, by name."""
         name = request_id or RequestId(f"local-{next(self._names)}")
         request = Request(name, list(prompt_token_ids), params, list(output_token_ids), **fields)
         self.submit(request)
         return request
 
     def submit(self, request: Request) -> None:
-        """Check and enqueue a request that nobody has yet. Raises InvalidRequestError, ContextLengthError."""
+        """Check and enqueue a new request. Raises InvalidRequestError, ContextLengthError."""
         check_request(request, self.vocab_size)
         if request.params.seed is None:
             request.params = replace(request.params, seed=secrets.randbits(63), seed_is_drawn=True)
@@ -120,41 +120,41 @@ class Engine:
         self._scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> Request | None:
-        """Forget a request; its blocks are free at once, or when a load that fills them has ended."""
+        """Forget a request. Its blocks are freed at once, or when the load that fills them has ended."""
         return self._scheduler.abort(request_id)
 
     def hand_over(self, request_id: RequestId) -> None:
-        """Let a request end with PREFILLED at its next token, wherever it is on its way to that."""
+        """End a request with PREFILLED at its next token, whatever its status is."""
         self._scheduler.hand_over(request_id)
 
     def finish_load(self, load: KvLoad, ok: bool) -> None:
-        """A load of a step's outcome has ended, between steps."""
+        """Report that a load of some step's outcome has ended. Called between steps."""
         self.remote_kv.finish(load, ok)
 
     def load(self) -> SchedulerLoad:
         return self._scheduler.load()
 
     def figures(self) -> Figures:
-        """What wings count."""
+        """Return the metrics that wings count."""
         return {name: values for each in self.counting for name, values in each.figures().items()}
 
     def has_work(self) -> bool:
         return bool(self._in_flight) or self._scheduler.has_work()
 
     def check(self) -> None:
-        """Look, between steps, whether there can be another one. Raises DeviceLostError."""
+        """Raise DeviceLostError if no further step can run. Called between steps."""
         self._runner.check()
 
     def step(self, start_loads: Callable[[Sequence[KvLoad]], None] | None = None) -> StepOutcome:
-        """Plan and launch a step, and apply the oldest one in flight when no more may be.
+        """Plan and launch a step, and apply the oldest step in flight once the limit is reached.
 
-        With more than one step in flight, a step is planned while the one before runs
-        (docs/decisions/steps-and-plans.md). start_loads: takes loads into blocks that no step in flight uses, before
-        the step is launched: their bytes are here when the next one is planned. Not where drafts follow a step.
+        With more than one step in flight, a step is planned while the previous one runs
+        (docs/decisions/steps-and-plans.md). start_loads: called before the launch with the loads into blocks that no
+        step in flight uses, so that they end before the next step is planned. Not called with speculation.
         """
         try:
             return self._step(start_loads)
-        except BaseException:  # Ctrl-C: the step it hits never ends, and requests would wait for that
+        except BaseException:  # e.g. Ctrl-C: the interrupted step never ends, and requests would wait for it
             self._scheduler.drop_lost_steps([step for step, *_ in self._in_flight])
             raise
 
@@ -186,13 +186,13 @@ class Engine:
         return 1 if waits else self._runner.max_steps_in_flight
 
     def _launch(self, step: ScheduledStep, outcome: StepOutcome) -> None:
-        """Put the step in flight. When that fails, its rows are run one by one, after what was in flight."""
+        """Launch the step. If that fails, apply all steps in flight, then run its rows one by one."""
         began = self._clock()
         try:
             self._in_flight.append((step, self._runner.launch(step.plan), began))
         except DeviceLostError:
             raise
-        except Exception:  # whatever it was, the rows that do not cause it go on
+        except Exception:  # any failure: rows that do not cause it must go on
             self.num_failed_steps += 1
             logger.exception("step of %d rows failed; running them one by one", len(step.rows))
             self._finish_all(step, outcome)
@@ -207,15 +207,15 @@ class Engine:
         self._scheduler.update(step, result, outcome)
 
     def _finish_all(self, step: ScheduledStep, outcome: StepOutcome) -> None:
-        """Apply all steps in flight before `step` runs, which loses the rows of requests that ended with them."""
+        """Apply all steps in flight before `step` runs, and drop its rows of requests that have ended with them."""
         while self._in_flight:
             self._finish_oldest(outcome)
         step.drop_ended()
 
     def _run_one_by_one(self, rows: Sequence[ScheduledRow]) -> StepResult:
-        """Find the rows that fail, without their drafts.
+        """Run each row alone and without drafts, so that only rows that fail by themselves get an error.
 
-        Computing a row again writes the same KV, and its blocks are known already.
+        Computing a row again writes the same KV, and the runner knows its blocks already.
         """
         merged = StepResult.of_rows(len(rows))
         for index, row in enumerate(rows):
@@ -225,20 +225,20 @@ class Engine:
                 result = self._runner.launch(StepPlan(rows=[alone])).result()
             except DeviceLostError:
                 raise
-            except Exception as error:  # noqa: BLE001 - this row's request fails alone, internals not shown
+            except Exception as error:  # noqa: BLE001 - only this row's request fails; internals are not shown
                 result = StepResult.of_rows(1)
                 result.errors = {0: f"the engine failed on this request ({type(error).__name__})"}
             merged.put([index], result)
         return merged
 
     def _stats_of(self, plan: StepPlan, began: float, on_device: float = 0.0) -> StepStats:
-        """on_device: seconds by the device's clock; 0: unknown. The host may notice the end of a step late, and then
-        it would count a part of the next one as this one's.
+        """Measure a step. on_device: seconds by the device's clock, 0 if unknown. They are preferred because the host
+        may notice the end of a step late, and would then count a part of the next step.
         """
         now, began = self._clock(), max(began, self._last_end)
         seconds, size = on_device or now - began, StepSize.of(plan.rows)
         self._last_end = min(began + seconds, now)
-        is_like_others = plan.placed is None  # else ranks exchanged experts first
+        is_like_others = plan.placed is None  # else it includes an exchange of experts between ranks
         if is_like_others:
             for learner in self._learners:
                 learner.observe(size, seconds)

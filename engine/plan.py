@@ -1,7 +1,7 @@
 """The plan of a step and its result, as plain data that can be encoded and executed elsewhere.
 
-The scheduler makes a `StepPlan`, a runner turns it into a `StepResult`. Plans follow each other: a runner keeps what
-earlier ones said of a request (`engine/request_states.py`), so a plan names only what is new.
+The scheduler makes a `StepPlan`, a runner turns it into a `StepResult`. A runner keeps the state of each request
+between plans (`engine/request_states.py`), so a plan contains only what is new.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from kvstore.types import BlockId, HostSlot
 
 
 class NewRequest(msgspec.Struct, gc=False):
-    """Data of a request that a runner needs before its first row. It owns no blocks yet: rows bring them."""
+    """Data of a request that a runner needs before its first row. Its blocks are in its rows."""
 
     request_id: RequestId
-    token_ids: list[TokenId]  # prompt, then the output tokens that are known
+    token_ids: list[TokenId]  # prompt, then the known output tokens
     num_prompt_tokens: int
     params: SamplingParams
     eos_token_ids: frozenset[TokenId] = frozenset()
-    prefill_only: bool = False  # it ends with the token after its prompt
-    adapter: str = ""  # of the model, whose weights its rows are computed with; empty: the model itself
-    cache_salt: str = ""  # nothing of its text may be told to requests with another one
+    prefill_only: bool = False  # it ends with the first token after its prompt
+    adapter: str = ""  # that its rows are computed with; empty: none
+    cache_salt: str = ""  # requests with another salt must learn nothing of its text
 
 
 class ScheduledRow(msgspec.Struct, gc=False):
-    """One request's share of a step: compute tokens [start, start + num_tokens), maybe sample after.
+    """One request's share of a step: compute tokens [start, start + num_tokens), then sample if `samples`.
 
-    A row with drafts computes the last known token and then these, and samples after each of them.
+    A row with drafts computes the last known token and the drafts, and samples after each of these tokens.
     """
 
     request_id: RequestId
-    start: int  # tokens of the request that are in the KV cache when the step begins
+    start: int  # number of the request's tokens in the KV cache when the step begins
     num_tokens: int  # drafts included
-    samples: bool  # the row reaches the last token there is, so the step samples the next one
-    new_block_ids: tuple[BlockId, ...] = ()  # after those that earlier rows brought; mostly none, and no object then
+    samples: bool  # the row reaches the last known token, so the step samples the next one
+    new_block_ids: tuple[BlockId, ...] = ()  # blocks since the request's previous row; mostly the shared empty tuple
     draft_token_ids: tuple[TokenId, ...] = ()  # proposed for the positions that follow the last known token
 
     @property
@@ -55,18 +55,18 @@ class ScheduledRow(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What the duration of a step depends on, see common/step_times.py."""
+    """The quantities that the duration of a step depends on, see common/step_times.py."""
 
     num_decode_tokens: int = 0  # drafts included
     num_prompt_tokens: int = 0
     context: int = 0  # tokens of KV that decode rows read
-    pairs: int = 0  # of a prompt token with each token before it
+    pairs: int = 0  # of a prompt token with each earlier token
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRow]) -> StepSize:
         num_decodes = num_prompts = context = 0
         pairs = 0.0
-        for row in rows:  # of every step: one loop without properties
+        for row in rows:  # runs for every step: one loop without properties
             num_tokens = row.num_tokens
             if num_tokens == 1 or row.draft_token_ids:
                 num_decodes += num_tokens
@@ -80,12 +80,12 @@ class StepSize:
 class PlacedExperts(msgspec.Struct, gc=False):
     """A layer's new placement of experts, see `engine/expert_balancing/placement.py`."""
 
-    index: int  # of the layer among those with experts
+    index: int  # of the layer, among the layers with experts
     slots: tuple[int, ...]
 
 
 class StepPlan(msgspec.Struct, gc=False):
-    """Everything one step does, in order: forget `finished`, learn `new`, place experts, copies out, copies in, the
+    """All that one step does, in this order: forget `finished`, add `new`, place experts, copy out, copy in, run the
     forward pass.
 
     Decode rows (`is_decode`) come first, so that a runner can split the batch by slicing.
@@ -101,15 +101,14 @@ class StepPlan(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class StepResult:
-    """Result of a step. All lists run parallel to the plan's rows.
+    """Result of a step. All lists have one entry per row of the plan.
 
-    token_ids: sampled tokens, none for rows that do not sample. Others have one for each of their first drafts that
-      were accepted, and the one after those.
-    logprobs: one entry per sampled token when the request asks for them, else empty.
-    prompt_logprobs: entries for prompt positions start + 1 .. start + num_tokens that lie in the prompt.
-    drafts: by row index, for the positions after the row's tokens.
-    errors: row index -> message; such a row has no tokens and its request fails alone.
-    seconds: that the device took, by its own clock; 0: unknown.
+    token_ids: sampled tokens; none for rows that do not sample, else the accepted drafts and the token after them.
+    logprobs: one entry per sampled token if the request asks for them, else empty.
+    prompt_logprobs: entries for those positions of start + 1 .. start + num_tokens that are in the prompt.
+    errors: row index -> message. Such a row has no tokens, and only its request fails.
+    drafts: row index -> drafts for the positions after the row's tokens.
+    seconds: the step's duration by the device's clock; 0: unknown.
     """
 
     token_ids: list[list[TokenId]]
@@ -121,11 +120,11 @@ class StepResult:
 
     @classmethod
     def of_rows(cls, num_rows: int) -> StepResult:
-        """An empty result for `num_rows` rows."""
+        """Return an empty result for `num_rows` rows."""
         return cls([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [[] for _ in range(num_rows)])
 
     def put(self, indices: Sequence[int], part: StepResult) -> None:
-        """Take over the results of some rows. indices: where the part's rows are among these."""
+        """Copy the results of some rows from `part`. indices: of the part's rows in this result."""
         for own, index in enumerate(indices):
             self.token_ids[index] = part.token_ids[own]
             self.logprobs[index] = part.logprobs[own]
@@ -146,7 +145,7 @@ class PendingStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A pending step that has nothing to wait for."""
+    """A pending step whose result is already known."""
 
     found: StepResult
 

@@ -1,12 +1,12 @@
-"""What a process is among the ranks that run one model, as one value: `RankContext`; `SINGLE` is one that is alone.
+"""The role of a process among the ranks that run one model: `RankContext`, or `SINGLE` for a process without others.
 
-    seams      where its shard of the weights meets those of other ranks; on a GPU `GpuSeams`
-    inbox      what the first of its layers read: the embedding, or hidden states of the stage before
-    sink       where hidden states go that another stage continues with
-    listener   is told of every plan before its step
+    seams      communication with the ranks that hold the other shards; on a GPU `GpuSeams`
+    inbox      input of the rank's first layer: the embedding, or hidden states of the previous stage
+    sink       receiver of the hidden states, if there is a next stage
+    listener   is called with every plan before its step
 
-The classes here are those of a process that is alone. What ranks exchange is the business of tensor, pipeline and
-expert parallelism, whose classes take their places.
+The classes here are for a single process. Tensor, pipeline and expert parallelism replace them by classes that
+communicate.
 """
 
 from __future__ import annotations
@@ -32,69 +32,69 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 S = TypeVar("S")
 LookUp = Callable[[Tensor], Tensor]
-"""From token ids (n,) to rows (n, hidden)."""
+"""Token ids (n,) -> rows (n, hidden)."""
 
 
 class Seams:
-    """What goes on between ranks in a lowered model. Ops in between know nothing of it."""
+    """The communication between ranks in a lowered model. Its ops know nothing of it."""
 
     def embedding(self, model: Model) -> LookUp:
-        """Look up rows of the whole model's embedding."""
+        """Return the lookup in the whole model's embedding."""
         return model.embed
 
     def start(self, x: Tensor) -> Tensor:
-        """The rows, dimension 0 of the first residual, that this rank keeps."""
+        """Return the rows (dimension 0) of the first residual that this rank keeps."""
         return x
 
     def fold(self, add_norm: AddNorm[X], before: Block | None) -> AddNorm[X]:
-        """`add_norm` of what the block before leaves pending on this rank."""
+        """Return `add_norm` for the pending output that block `before` leaves on this rank."""
         return add_norm
 
     def body(self, block: Block) -> Callable[[Tensor, Step], Tensor]:
-        """The block, from normed rows of this rank to what the next fold takes."""
+        """Return the function from this rank's normed rows to the block's output, which the next fold takes."""
         return block.__call__
 
     def end(self, x: Tensor, step: Step) -> Tensor:
-        """All rows (num_tokens, hidden) after the final norm."""
+        """Return all rows (num_tokens, hidden) after the final norm."""
         return x
 
     def head(self, model: Model) -> LinearLayer:
-        """Compute logits over the whole vocabulary."""
+        """Return the layer that computes logits over the whole vocabulary."""
         return model.head
 
 
 class Inbox:
-    """What a model's first layers read: the embedding, which nobody sends."""
+    """The input of a model's first layer: here the embedding, which is not received."""
 
     def receive(self, rows: Sequence[ScheduledRow]) -> None:
-        """Take the hidden states of the next step, of these rows."""
+        """Receive the hidden states of the next step, which has these rows."""
 
     def look_up(self, embedding: LookUp) -> LookUp:
-        """What stands for the embedding. The rows that it gives may be changed in place."""
+        """Return the lookup that replaces the embedding's. Its rows may be changed in place."""
         return embedding
 
     def model(self, model: Model) -> Model:
-        """The model with what stands for its embedding, where the ids of tokens are `token_ids`."""
+        """Return the model with its embedding replaced by a table, which `token_ids` index."""
         return model
 
     def token_ids(self, token_ids: Tensor) -> Tensor:
-        """What stands for a step's token ids (num_tokens,)."""
+        """Return the indices (num_tokens,) that replace a step's token ids."""
         return token_ids
 
 
 class HiddenSink(Protocol):
-    """The next stage."""
+    """The connection to the next stage."""
 
     def send(self, hidden: Tensor) -> None:
-        """Send a step's (num_tokens, hidden), which may be overwritten as soon as this returns."""
+        """Send a step's hidden states (num_tokens, hidden), which may be overwritten once this returns."""
         ...
 
 
 class PlanListener:
-    """Is told of plans, on every rank. This one has nothing to do."""
+    """Is called with plans, on every rank. This one does nothing."""
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Do what the plan says before its copies and its rows, or queue that on the current stream."""
+        """Execute, or queue on the current stream, what the plan does before its copies and rows."""
         assert plan.placed is None, "a plan places experts without ranks that exchange them"
 
 
@@ -103,7 +103,7 @@ EMBEDDING, NO_LISTENER = Inbox(), PlanListener()
 
 @dataclass(frozen=True, slots=True)
 class RankContext(Generic[S]):
-    """See the module. S: the seams of a device."""
+    """A process's role, see above. S: the seams of its device."""
 
     seams: S
     inbox: Inbox = EMBEDDING
@@ -112,11 +112,11 @@ class RankContext(Generic[S]):
 
     @property
     def passes_on(self) -> bool:
-        """Whether another stage continues with this one's hidden states, and samples."""
+        """Whether a next stage takes this one's hidden states; the last stage samples."""
         return self.sink is not None
 
     def pass_on(self, hidden: Tensor) -> bool:
-        """Send a step's hidden states to the next stage. False: there is none."""
+        """Send a step's hidden states to the next stage; False if there is none."""
         if self.sink is None:
             return False
         self.sink.send(hidden)
@@ -127,9 +127,9 @@ SINGLE = RankContext(Seams())
 
 
 class Ranks:
-    """The ranks of a model as its assembly sees them: here this process alone.
+    """The ranks of a model, for its assembly: here only this process.
 
-    shard, stage: what rank 0 has of the model; no stage: all layers. num_stages: steps that run at the same time.
+    shard, stage: rank 0's part of the model; no stage: all layers. num_stages: number of steps that run concurrently.
     """
 
     shard: Shard = WHOLE
@@ -137,13 +137,13 @@ class Ranks:
     num_stages = 1
 
     def in_trials(self, loaded: LoadedModel, config: EngineConfig) -> tuple[Any, ...]:
-        """What of the ranks `num_blocks_that_fit` has to know, see `engine/memory_profiling/profile.py`."""
+        """Return the last arguments of `num_blocks_that_fit`, see `engine/memory_profiling/profile.py`."""
         return ()
 
     def num_blocks(self, loaded: LoadedModel, geometry: PoolGeometry, config: EngineConfig) -> int:
-        """Blocks for which all ranks have room. Raises ConfigError when one of them holds another model."""
+        """Return how many blocks fit on all ranks. Raises ConfigError if one of them has another model."""
         return geometry.num_blocks
 
     def runner(self, make: Callable[..., Any], *pool: Any) -> Any:
-        """Make the engine's runner. make: rank 0's own, from its RankContext if there are others."""
+        """Make the engine's runner. make: makes rank 0's runner, from its RankContext if there are other ranks."""
         return make()

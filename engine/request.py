@@ -1,7 +1,7 @@
-"""The engine's vocabulary: what a request is, and what a step did for it.
+"""The engine's data types for requests and their outputs.
 
-Plain data without torch, clocks or I/O. `Scheduler` turns requests into a `StepPlan` (`engine/plan.py`), a runner the
-plan into a `StepResult`; `Scheduler.update` applies it and reports `RequestOutput`s.
+Plain data without torch, clocks or I/O. `Scheduler` turns requests into a `StepPlan` (`engine/plan.py`), a runner
+turns the plan into a `StepResult`; `Scheduler.update` applies it and reports `RequestOutput`s.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ POOLINGS = ("last", "mean", "cls")  # see `engine.pooling.vectors`
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample tokens. The sampling noise is a function of (seed, position) alone.
+    """How to sample tokens. The sampling noise depends only on (seed, position).
 
-    `seed=None` means: the engine draws one when the request arrives. Raises InvalidRequestError.
+    With `seed=None` the engine draws a seed when the request arrives. Raises InvalidRequestError.
     """
 
     max_tokens: int = 16
@@ -43,17 +43,17 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # on generated tokens
     repetition_penalty: float = 1.0  # on prompt and generated tokens
     seed: int | None = None
-    seed_is_drawn: bool = False  # by the server: nobody can ask for the same answer again
+    seed_is_drawn: bool = False  # by the server: no client can ask for the same answer again
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    grammar: str = ""  # that the output must follow, see `common.grammar.grammar`; its end is the output's
+    grammar: str = ""  # that the output must follow, see `common.grammar.grammar`; the output ends with it
     logprobs: int | None = None  # number of alternatives; None: no logprobs
     prompt_logprobs: int | None = None
-    num_speculative_tokens: int | None = None  # most drafts in a row; 0: none; None: the engine's
-    pooling: str = ""  # a vector of the prompt in place of its token's log-probabilities, see `engine.pooling`
+    num_speculative_tokens: int | None = None  # most drafts in a row; 0: none; None: the engine's setting
+    pooling: str = ""  # returns a vector of the prompt instead of log-probabilities, see `engine.pooling`
 
     def __post_init__(self) -> None:
         def require(ok: bool, param: str, what: str) -> None:
@@ -84,7 +84,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are sampled among the likeliest alone."""
+        """Whether tokens are sampled only among the likeliest."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
@@ -103,13 +103,13 @@ class SamplingParams:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the host must know all earlier tokens to say which ones may come next."""
+        """Whether the host must know all earlier tokens to decide which tokens are allowed next."""
         return bool(self.grammar) or any(len(word) > 1 for word in self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, after temperature and penalties have *not* been applied."""
+    """Log-probabilities at one position, *without* temperature and penalties."""
 
     token_id: int
     logprob: float
@@ -120,9 +120,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Tokens that a proposer expects at the positions after those that are known.
+    """Tokens that a proposer expects after the known ones.
 
-    acceptance: of each token, the probability that it is accepted if those before it are.
+    acceptance: for each token, the probability that it is accepted if the earlier drafts are.
     """
 
     token_ids: list[TokenId]
@@ -140,19 +140,19 @@ class FinishReason(Enum):
 
 class RequestStatus(Enum):
     WAITING = "waiting"  # owns no blocks
-    AWAITING = "awaiting"  # owns no blocks; some of its own are being prefetched
+    AWAITING = "awaiting"  # owns no blocks; some blocks of its prompt are being prefetched
     LOADING = "loading"  # owns blocks that a transfer is filling
     RUNNING = "running"  # owns blocks and takes part in steps
-    SWAPPED = "swapped"  # its KV lies in host slots
+    SWAPPED = "swapped"  # its KV is in host slots
     FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence of tokens and how far its KV is computed.
+    """One sequence of tokens, with the number of tokens whose KV is computed.
 
-    `num_uncomputed_tokens` is the work left: a whole prompt, the rest of a chunked one, one token
-    in decode, several in speculative decode. There is no other notion of phase.
+    `num_uncomputed_tokens` is the work left: a whole prompt, the rest of a chunked one, one token in decode, several
+    in speculative decode. There is no other notion of phase.
     """
 
     request_id: RequestId
@@ -162,30 +162,30 @@ class Request:
     priority: int = 0  # lower is served first
     arrival: int = 0  # order of arrival
     due: float = inf  # time.monotonic() when its next token is due; inf: no objective
-    rank: tuple[float, ...] = ()  # place in the order of service, by the scheduling policy; no two are equal
-    adapter: str = ""  # its KV is shared only with requests that use the same one
+    rank: tuple[float, ...] = ()  # in the order of service, given by the scheduling policy; no two are equal
+    adapter: str = ""  # its KV is shared only with requests of the same adapter
     cache_salt: str = ""
     prefill_only: bool = False  # finish with PREFILLED after the first token and keep the blocks
     eos_token_ids: frozenset[int] = frozenset()
 
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[BlockId] = field(default_factory=list)
-    block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks whose tokens are known
+    block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks of known tokens
     host_slots: list[HostSlot] = field(default_factory=list)
-    num_published_blocks: int = 0  # leading blocks that are findable by their keys
-    num_planned_blocks: int = -1  # leading blocks that plans have named; -1: the runner does not know the request
+    num_published_blocks: int = 0  # leading blocks that can be found by their keys
+    num_planned_blocks: int = -1  # leading blocks that plans have contained; -1: the runner does not know the request
     num_computed_tokens: int = 0  # steps in flight included
-    num_pending_tokens: int = 0  # at most so many are sampled by steps in flight, values not known yet
-    num_cached_tokens: int = 0  # prompt tokens that caches gave when it was first admitted
-    num_prefetched_tokens: int = 0  # of these: from a peer, while the prompt was computed
+    num_pending_tokens: int = 0  # maximum number that steps in flight sample; their values are not known yet
+    num_cached_tokens: int = 0  # prompt tokens found in caches when it was first admitted
+    num_prefetched_tokens: int = 0  # of these, pulled from a peer while it computed the prompt
     num_preemptions: int = 0
-    kv_source: object | None = None  # where a peer keeps the prompt's KV; opaque to the scheduler
-    num_source_tokens: int = 0  # prompt tokens whose KV the source has
+    kv_source: object | None = None  # reference to the prompt's KV at a peer; opaque to the scheduler
+    num_source_tokens: int = 0  # number of prompt tokens whose KV the source has
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until the first token
     num_draft_tokens: int = 0  # computed so far
     num_accepted_tokens: int = 0  # of these
     drafts: Drafts | None = None  # for the positions after the last known token
-    is_ready: Callable[[], bool] | None = None  # false: no row yet, its grammar is being compiled
+    is_ready: Callable[[], bool] | None = None  # false: no row yet, e.g. its grammar is being compiled
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -206,27 +206,27 @@ class Request:
         return known + self.num_pending_tokens - self.num_computed_tokens
 
     def num_row_tokens(self, budget: int) -> int:
-        """How many uncomputed tokens the request's row in the next step takes, unless a wing has another rule."""
+        """Return the number of tokens of the request's row in the next step, unless a wing has another rule."""
         return min(self.num_uncomputed_tokens, budget)
 
     @property
     def is_held(self) -> bool:
-        """Whether it gets no row in the next step."""
+        """Whether the request gets no row in the next step."""
         return self.is_ready is not None and not self.is_ready()
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether the hidden states of all prompt tokens are needed, which caches do not have."""
+        """Whether the hidden states of all prompt tokens are needed, which caches do not store."""
         params = self.params
         return (params.prompt_logprobs is not None or params.pooling in ("mean", "cls")) and not self.output_token_ids
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Tokens that caches may give. The last must be computed: its logits are what the step samples from."""
+        """Number of tokens that may come from caches. The last one is computed: the step samples from its logits."""
         return 0 if self.needs_whole_prompt else self.num_tokens - 1
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Known tokens [start, stop) of prompt + output."""
+        """Return the known tokens [start, stop) of prompt + output."""
         num_prompt = len(self.prompt_token_ids)
         if stop <= num_prompt:
             return self.prompt_token_ids[start:stop]
@@ -237,20 +237,20 @@ class Request:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Output of one step for one request."""
+    """The output of one step for one request."""
 
     request: Request
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the end-of-sequence or stop token that ended it
+    stop_token_id: int | None = None  # the end-of-sequence or stop token that ended the request
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """Load of the scheduler, counted when asked, and what it has counted since its start."""
+    """Load of the scheduler, computed when asked for, and its counters since the start."""
 
     num_preemptions: int
     num_requests: int
@@ -259,5 +259,5 @@ class SchedulerLoad:
     num_swapped: int
     num_loading: int
     waiting_prefill_tokens: int
-    waiting_prefill_pairs: int  # of these tokens, each with every token before it
-    context_tokens: int  # of requests that decode
+    waiting_prefill_pairs: int  # of these tokens, each with every earlier token
+    context_tokens: int  # of decoding requests

@@ -1,4 +1,4 @@
-"""Checks of a request against the model's vocabulary. A request that passes them is the scheduler's to accept."""
+"""Checks of a request against the model's vocabulary and the installed wings. The scheduler checks its length."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.request import Request
 
 
 def check_request(request: Request, vocab_size: int) -> None:
-    """Raise InvalidRequestError for an empty prompt, and for tokens outside the vocabulary, those in `params` too.
+    """Raise InvalidRequestError for an empty prompt, and for tokens outside the vocabulary, also in `params`.
 
-    Also for what only a wing could do that is not here, and for output that is complete already.
+    Also for features whose wing is not installed, and for output that is already complete.
     """
     params = request.params
     if not request.prompt_token_ids:
@@ -39,7 +39,7 @@ def check_request(request: Request, vocab_size: int) -> None:
     ):
         if is_asked and not has_wing(wing):
             raise InvalidRequestError(f"this engine lacks {what} ({wing})", field)
-    # No `param`: clients do not send output tokens, so this is never their mistake.
+    # No `param`: clients do not send output tokens, so this is never the client's mistake.
     _check_in_vocabulary("the output", request.output_token_ids, vocab_size, None)
     if len(request.output_token_ids) >= params.max_tokens:
         raise InvalidRequestError("all max_tokens are generated already")
@@ -51,7 +51,7 @@ def _check_in_vocabulary(what: str, token_ids: Sequence[int], vocab_size: int, p
 
 
 def _largest(token_ids: Sequence[int]) -> float:
-    """The largest id; infinite when one is negative. A fourth of the time of min() and max() over a long prompt."""
+    """Return the largest id, or infinity if one is negative. Takes a fourth of the time of min() and max()."""
     try:
         return int(np.frombuffer(pack_ids(token_ids), dtype="<u4").max())
     except OverflowError:

@@ -1,4 +1,4 @@
-"""A runner's state of each request between steps, built from plans alone. Knows no scheduler and no device."""
+"""A runner's state of each request between steps, built only from plans. Knows no scheduler and no device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvstore.types import BlockId
 
 
 class RequestState(NewRequest, eq=False, gc=True):
-    """One request, from the plan that brings it to the one that ends it. A request that returns gets a new state.
+    """One request, from the plan that adds it to the plan that ends it. A preempted request gets a new state.
 
-    token_ids: prompt and output, as far as this runner knows them.
+    token_ids: the prompt and output tokens that this runner knows.
     """
 
     block_ids: list[BlockId] = msgspec.field(default_factory=list)
-    constraint: Any = None  # on its output, a filter of `engine.logit_rules`
+    constraint: Any = None  # on the output, a filter of `engine.logit_rules`
     refusal: str = ""  # why no token is allowed
     token_mask: Any = None  # of `engine.logit_rules`, made when it is first needed
     drafter: Any = None  # a proposer's, for this request
-    pooled: Any = None  # of the rows so far, see `engine.pooling`
-    adapter_weights: Any = None  # as the runner's device has them
-    changes_logits: bool = False  # these two follow from `params`
+    pooled: Any = None  # result over the rows so far, see `engine.pooling`
+    adapter_weights: Any = None  # on the runner's device
+    changes_logits: bool = False  # this and `wants_logprobs` follow from `params`
     wants_logprobs: bool = False
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class RequestState(NewRequest, eq=False, gc=True):
         return self.params.prompt_logprobs is not None and row.start + 1 < self.num_prompt_tokens
 
     def put_token(self, position: int, token_id: TokenId) -> None:
-        """Record the token sampled for `position`; what was recorded from there on is taken back."""
+        """Record the token sampled for `position`, and drop the tokens recorded from there on."""
         if len(self.token_ids) == position:
             self.token_ids.append(token_id)
         else:
@@ -53,13 +53,13 @@ class RequestStates:
     """States by request id."""
 
     def __init__(self, constraints: Constraints | None = None) -> None:
-        """constraints: without them requests' grammars are not followed."""
+        """constraints: None: grammars of requests are ignored."""
         self._constraints = constraints
         self._states: dict[RequestId, RequestState] = {}
-        self._reading: set[RequestId] = set()  # those with `SamplingParams.reads_tokens`; mostly none
+        self._reading: set[RequestId] = set()  # requests with `SamplingParams.reads_tokens`; mostly none
 
     def apply(self, plan: StepPlan) -> list[RequestState]:
-        """Take up what the plan says. Returns the state of each of its rows."""
+        """Update the states by a plan. Returns the state of each row's request."""
         states = self._states
         for request_id in plan.finished:
             states.pop(request_id, None)
@@ -80,7 +80,7 @@ class RequestStates:
         return found
 
     def needs_tokens(self, rows: Iterable[ScheduledRow]) -> bool:
-        """Whether the tokens that a row may sample depend on ones that are not known here yet."""
+        """Whether the tokens that some row may sample depend on tokens that are not known here yet."""
         reading = self._reading
         return bool(reading) and any(
             row.samples and row.request_id in reading and row.stop > len(self._states[row.request_id].token_ids)

@@ -1,6 +1,6 @@
-"""What a runner does on any device: it keeps requests' states, meets other ranks, and settles what was sampled.
+"""The part of a runner that is the same on all devices: states of requests, other ranks, results of sampling.
 
-How rows are computed is a device's own, in `engine/cpu/runner.py` and `engine/gpu/runner.py`.
+`engine/cpu/runner.py` and `engine/gpu/runner.py` compute the rows.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
     from engine.layers.forward import Forward
     from engine.models.model import Model
 
-LogitsHook = Callable[[RequestState, Tensor], None]  # changes a row of logits (vocab,) in place
-NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token, as in kernels/gpu/sampling.py
+LogitsHook = Callable[[RequestState, Tensor], None]  # changes one row of logits (vocab,) in place
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in the place of a token, as in kernels/gpu/sampling.py
 NO_TOKEN = {NOT_FINITE: "the model's output is not finite", NOTHING_ALLOWED: "no token is allowed at this position"}
 NO_DRAFT = -1
 Sampled = tuple[int, int, RequestState, int, TokenId]
-"""Index of the token among the step's, row of the plan, its request, position, and the draft for that position."""
+"""Index among the step's sampled tokens, row of the plan, request, position, and the draft for that position."""
 
 
 class Proposer:
-    """Proposes drafts when a step has been sampled. This one has no idea.
+    """Proposes drafts after a step has been sampled. This one proposes none.
 
-    layers: in front of which layers of the model it reads the residual, in rising order; their number: after all.
+    layers: the layers whose input residual it reads, in rising order; the number of layers: after the last one.
     """
 
     layers: tuple[int, ...] = ()
 
     def watch(self, model: Model, forward: Forward[Step, Tensor]) -> Forward[Step, Tensor]:
-        """Return the pass over `model` with what reads the residual; called on CPUs, with `layers` alone."""
+        """Return the forward pass with the residual observed. Called on CPUs, if there are `layers`."""
         return forward
 
     def observe(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> None:
-        """See that a pass has computed these rows, before it is sampled; called on CPUs."""
+        """Process a forward pass over these rows, before tokens are sampled. Called on CPUs."""
 
     def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
-        """Put drafts into `found.drafts`, for rows of `sampled` that have tokens; requests know them, too."""
+        """Put drafts into `found.drafts` for rows of `sampled` with tokens; requests' states have these already."""
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
-        """Requests have ended, or gave way and will be new when they return."""
+        """Drop the state of requests that have ended or were preempted."""
 
 
 class ModelRunner(ABC):
@@ -60,12 +60,12 @@ class ModelRunner(ABC):
     max_steps_in_flight = 1
     copies_beside_steps = False
     attention_backend: str
-    """The name of what attends, on a GPU for prompts."""
+    """The name of the attention backend; on a GPU of the prefill attention backend."""
 
     def __init__(
         self, loaded: LoadedModel, kv_pool: Tensor, host_buffer: Tensor | None, ranks: RankContext[Any]
     ) -> None:
-        """host_buffer: uint8 (num_slots, block_bytes), or None when nothing is ever swapped."""
+        """host_buffer: uint8 (num_slots, block_bytes), or None without host slots."""
         self._pool = kv_pool
         self._copies: Copies | None = None
         if host_buffer is not None:
@@ -74,7 +74,7 @@ class ModelRunner(ABC):
             self._copies = open_copies(kv_pool, host_buffer, self.copies_beside_steps)
         self._proposer = Proposer()
         self._on_work: Callable[[], object] = lambda: None
-        self.hooks: dict[RequestId, LogitsHook] = {}  # per request: changes its logits, also those after its drafts
+        self.hooks: dict[RequestId, LogitsHook] = {}  # by request, also applied to the logits after its drafts
         self._requests = RequestStates(loaded.constraints)
         self._vector_modules = loaded.vector_modules
         self._ranks = ranks
@@ -94,34 +94,34 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
-        """Do the plan's copies and compute its rows. requests: of each row."""
+        """Do the plan's copies and compute its rows. requests: one for each row."""
 
     def _copy(self, plan: StepPlan) -> list[Callable[[], None]]:
-        """Start the plan's copies. Returns what waits for them."""
+        """Start the plan's copies. Returns functions that wait for them."""
         if not (plan.copies_out or plan.copies_in):
             return []
         assert self._copies is not None, "a plan copies to host slots that do not exist"
         return [self._copies.out(plan.copies_out), self._copies.into(plan.copies_in)]
 
     def propose_with(self, proposer: Proposer) -> None:
-        """Let `proposer` draft from the next step on."""
+        """Draft with `proposer` from the next step on."""
         self._proposer = proposer
 
     def tell_of_work(self, on_work: Callable[[], object]) -> None:
-        """Call `on_work` at every layer where a step keeps the host busy."""
+        """Call `on_work` in every layer, where a step keeps the host busy."""
         self._on_work = on_work
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """See Runner: hooks, and filters that read a request's own tokens."""
+        """See Runner. True with hooks, and with filters that read a request's own tokens."""
         return bool(self.hooks) or self._requests.needs_tokens(plan.rows)
 
     def _read_hidden(
         self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,
         end_of: Callable[[int], int], logits_of: Callable[[Tensor], Tensor], result: StepResult,
     ) -> None:  # fmt: skip
-        """Add what rows ask of their hidden states: log-probabilities of prompt tokens, and vectors.
+        """Add the results that need hidden states: log-probabilities of prompt tokens, and pooled vectors.
 
-        end_of: where a row's hidden states end. logits_of: hidden states, by all ranks together.
+        end_of: row index -> end of the row's hidden states. logits_of: hidden states -> logits, a call of all ranks.
         """
         if any(map(RequestState.wants_prompt_logprobs, requests, rows)):
             from engine.logprobs.logprobs import add_prompt_logprobs
@@ -133,13 +133,13 @@ class ModelRunner(ABC):
             add_vectors(rows, requests, hidden, end_of, result, self._vector_modules)
 
     def check(self) -> None:  # noqa: B027
-        """See Runner: a lost device is found by the next step."""
+        """See Runner. Here only a step notices a lost device."""
 
 
 def sampled_queries(
     rows: Sequence[ScheduledRow], requests: Sequence[RequestState], indices: Iterable[int]
 ) -> list[Sampled]:
-    """An entry for each token sampled by rows `indices`: after the last known token, and after each draft."""
+    """Return an entry for each token sampled by rows `indices`: after the last known token and after each draft."""
     found: list[Sampled] = []
     for i in indices:
         drafts, request = rows[i].draft_token_ids, requests[i]
@@ -152,19 +152,19 @@ def settle(
     found: StepResult, sampled: Sequence[Sampled], values: Sequence[int],
     logprobs: Iterable[tuple[int, TokenLogprobs]] = (),
 ) -> None:  # fmt: skip
-    """Put what was sampled into the result and into the requests, up to each row's first wrong draft.
+    """Put sampled tokens into the result and into the requests' states, up to each row's first wrong draft.
 
-    values: tokens, negative where there is none, see `no_token_error`. A row's entries of `sampled` are in the order
-    of positions. logprobs: of entries, by their indices.
+    values: tokens, negative if there is none, see `no_token_error`. A row's entries of `sampled` are in the order of
+    positions. logprobs: (index of the entry, its log-probabilities).
     """
-    ended: set[int] = set()  # rows whose further entries are void
+    ended: set[int] = set()  # rows whose further entries do not count
     for index, row, request, position, draft in sampled:
         if row in ended:
             continue
         token_id = values[index]
         if token_id < 0:
             ended.add(row)
-            if not found.token_ids[row]:  # else the next step begins there, and fails
+            if not found.token_ids[row]:  # else the next step begins at this position and fails
                 found.errors[row] = no_token_error(request, token_id)
             continue
         request.put_token(position, token_id)
@@ -178,10 +178,10 @@ def settle(
 
 
 def no_token_error(request: RequestState, reason: int) -> str:
-    """Say why a row has no token: NOT_FINITE, or NOTHING_ALLOWED, which a grammar may know more of."""
+    """Return why a row has no token. reason: NOT_FINITE, or NOTHING_ALLOWED, which a grammar may explain."""
     return (request.refusal if reason == NOTHING_ALLOWED else "") or NO_TOKEN[reason]
 
 
 def reads_hidden(row: ScheduledRow, request: RequestState) -> bool:
-    """Whether more is asked of the row's hidden states than its next token."""
+    """Whether the row's hidden states are needed for more than its next token."""
     return bool(request.params.pooling) or request.wants_prompt_logprobs(row)

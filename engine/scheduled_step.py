@@ -1,4 +1,4 @@
-"""A step as the engine sees it: the plan for the runner, the live requests of its rows, and what came of it."""
+"""A step in the engine: the plan for the runner, the live requests of its rows, and the outcome."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from kvstore.types import BlockId, BlockKey, HostSlot
 
 @dataclass(frozen=True, slots=True)
 class KvLoad:
-    """Blocks of a peer that somebody here wants to have, and where they go.
+    """Blocks to be pulled from a peer, and their destinations.
 
-    Fill `block_ids[i]` with block `positions[i]` of `source`; report with `Engine.finish_load`.
-
-    Without positions there is nothing to fill or report: the source can be let go.
+    Fill `block_ids[i]` with block `positions[i]` of `source`, then call `Engine.finish_load`. Without positions there
+    is nothing to fill or report: release the source.
     """
 
-    owner: Request | None  # who waits for the blocks; None: they are for the prefix cache, a prefetch
+    owner: Request | None  # the request that waits for the blocks; None: a prefetch into the prefix cache
     source: object
     positions: Sequence[int]
     block_ids: Sequence[BlockId]
-    num_tokens: int  # whose KV that is
+    num_tokens: int  # whose KV is loaded
     block_keys: Sequence[BlockKey] = ()  # of the blocks, for the prefix cache
 
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """Filled by the scheduler in the order of its decisions; `seal` turns them into the plan."""
+    """A step that the scheduler fills in the order of its decisions; `seal` turns it into the plan."""
 
     rows: dict[Request, ScheduledRow] = field(default_factory=dict)  # in the plan's order once it is sealed
     copies_out: list[tuple[BlockId, HostSlot]] = field(default_factory=list)
     copies_in: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
-    offload_slots: list[HostSlot] = field(default_factory=list)  # those of copies_out that become host cache
+    offload_slots: list[HostSlot] = field(default_factory=list)  # the slots of copies_out that become host cache
     plan: StepPlan = field(default_factory=StepPlan)
-    ended: list[Request] = field(default_factory=list)  # before the step has: their blocks go back when it has
+    ended: list[Request] = field(default_factory=list)  # while the step runs; it frees their blocks at its end
 
     @property
     def num_tokens(self) -> int:
@@ -47,12 +46,12 @@ class ScheduledStep:
         return not (self.rows or self.copies_out or self.copies_in)
 
     def add_row(self, request: Request, num_tokens: int, is_last: bool = False) -> None:
-        """Let `request` compute its next tokens, and sample if these are all that it has, as `is_last` says."""
+        """Add a row for the next tokens of `request`. It samples if none are left; `is_last`: known to be so."""
         samples = is_last or num_tokens == request.num_uncomputed_tokens
         self.rows[request] = ScheduledRow(request.request_id, request.num_computed_tokens, num_tokens, samples)
 
     def seal(self, finished: list[RequestId]) -> None:
-        """Make the plan, and count what it tells the runner as known there. `finished`: ids to forget first."""
+        """Make the plan, and record what the runner knows with it. `finished`: ids that the runner forgets first."""
         if any(row.num_tokens > 1 for row in self.rows.values()):  # decode rows first; the sort is stable
             self.rows = dict(sorted(self.rows.items(), key=lambda item: not item[1].is_decode))
         plan = self.plan = StepPlan([], list(self.rows.values()), finished, self.copies_out, self.copies_in)
@@ -68,7 +67,7 @@ class ScheduledStep:
             request.num_planned_blocks = num_planned
 
     def drop_ended(self) -> None:
-        """Take out the rows of requests that do not run any more."""
+        """Remove the rows of requests that are no longer running."""
         ended = [request for request in self.rows if request.status is not RequestStatus.RUNNING]
         for request in ended:
             del self.rows[request]
@@ -78,7 +77,7 @@ class ScheduledStep:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Size and duration of a step. With others in flight, it lasts from the end of the one before."""
+    """Size and duration of a step. With others in flight, it is measured from the end of the previous step."""
 
     size: StepSize = field(default_factory=StepSize)
     seconds: float = 0.0
@@ -86,7 +85,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """A chunk of a prompt, not its last, whose step has ended: the KV of the first `num_tokens` is there."""
+    """A prompt chunk, not the last one, whose step has ended: KV of the first `num_tokens` is computed."""
 
     request: Request
     num_tokens: int
@@ -94,12 +93,12 @@ class PromptChunk:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What one call of `Engine.step` did: the step that it planned, and what came of those that ended.
+    """The outcome of one call of `Engine.step`: the step that it planned, and the results of steps that ended.
 
-    outputs: one for each row that sampled, ended or failed. prompt_chunks: of prompts for peers.
-    loads: KV to be pulled now that blocks are reserved, each to be reported with `Engine.finish_load`. Those that
-        `Engine.step` has started are not among them.
-    stats: of the last step that ended; None: none has.
+    outputs: one for each row that sampled or failed. prompt_chunks: computed ones of prompts for peers.
+    loads: KV to be pulled into blocks that are reserved, each to be reported with `Engine.finish_load`, without the
+        loads that `Engine.step` has started.
+    stats: of the last step that ended; None: no step has ended.
     """
 
     plan: StepPlan

@@ -1,4 +1,4 @@
-"""Plans of made-up requests, to warm a runner up and to measure how much memory its largest steps take."""
+"""Plans with artificial requests, to warm up a runner and to measure the memory of its largest steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.types import BlockId
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 WITH_RULES = SamplingParams(max_tokens=1, temperature=0.0, seed=0, logit_bias=((0, 1.0),))
-WITH_ALL = SamplingParams(  # what the logits of a row can be asked for
+WITH_ALL = SamplingParams(  # all that can be applied to a row's logits
     max_tokens=1, temperature=0.8, top_p=0.9, top_k=8, min_p=0.1, presence_penalty=0.1, repetition_penalty=1.1,
     seed=0, logit_bias=((0, 1.0),), bad_words=((0, 0),), logprobs=1,
     prompt_logprobs=1 if has_wing("engine.logprobs") else None,
@@ -25,9 +25,9 @@ def trial_plan(
     num_blocks: int = 1 << 30,
     num_groups: int = 1,
 ) -> StepPlan:
-    """One sampling row per (start, num_tokens), of sequences of zeros over the pool's first `num_blocks` blocks.
+    """Return one sampling row per (start, num_tokens): sequences of zeros in the pool's first `num_blocks` blocks.
 
-    num_groups: KV groups of the model.
+    num_groups: number of the model's KV groups.
     """
     plan = StepPlan()
     for index, (start, num_tokens) in enumerate(shares):
@@ -42,12 +42,12 @@ def trial_plan(
 def warmup_plans(
     num_captured: int, max_tokens: int, sampled: Sequence[int], max_length: int, block_size: int, num_groups: int = 1
 ) -> Iterator[StepPlan]:  # fmt: skip
-    """Yield steps that, with those that graphs are captured of, launch every variant of a kernel that is served with.
+    """Yield steps that, with those that graphs are captured of, launch every kernel variant that serving needs.
 
-    Variants depend on the power of two that holds a step's tokens, on whether a row is alone and has cached context,
-    and on what is asked of its logits. num_captured: tokens up to which graphs are captured. max_tokens: of a step.
-    sampled: numbers of rows that differ to the layers that compute sampled rows alone, ascending, the last one as
-    many as a step has at most. max_length: of a sequence.
+    Variants depend on the step's number of tokens, rounded up to a power of two, on whether a row is alone and has
+    cached context, and on what is applied to its logits. num_captured: number of tokens up to which graphs are
+    captured. max_tokens: of a step. sampled: row counts with different variants in the layers that compute only
+    sampled rows, ascending; the last one is the maximum of a step. max_length: of a sequence.
     """
     num_tokens = min(max_tokens, max_length) - 1
     yield trial_plan([(0, num_tokens)], block_size, num_groups=num_groups)
@@ -64,6 +64,6 @@ def warmup_plans(
 
 
 def _sizes(above: int, most: int) -> list[int]:
-    """Powers of two above a size, up to the largest one, and that."""
+    """List the powers of two above a size and below `most`, and `most`."""
     powers = [1 << exponent for exponent in range(above.bit_length(), most.bit_length())]
     return sorted({*powers, most}) if most > above else []

@@ -1,4 +1,4 @@
-"""What the core asks the wings of an engine, beside what each of them is for."""
+"""Interfaces between the engine's core and its wings that do not belong to a single wing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from engine.request import Request, SamplingParams
 
 OnProgress = Callable[[str, float | None], None]
-"""Called with what takes long before an engine is ready, and its part that is done, 0 to 1; None: that is unknown."""
+"""Called with the current phase of the start, and the share of it that is done, 0 to 1, or None if unknown."""
 Prepare = Callable[["Request"], None]
-"""Completes a request that has come, as a wing has it. Raises InvalidRequestError for one that it refuses."""
+"""Completes a new request for a wing. Raises InvalidRequestError if the wing refuses it."""
 Figures = Mapping[str, Sequence[float]]
-"""By metric: the total of a counter or the value of a gauge, for each number that its label has; observations."""
+"""By metric: a counter's totals or a gauge's values, one for each value of its label; or observations."""
 
 
 class EngineWing:
-    """Base of a wing's settings: what the engine does otherwise with them."""
+    """Base of a wing's settings: how the engine behaves differently with them."""
 
     @property
     def has_drafts(self) -> bool:
@@ -28,59 +28,59 @@ class EngineWing:
 
     @property
     def num_graph_sets(self) -> int:
-        """How many graphs a GPU captures of each decode step."""
+        """Number of graphs that a GPU captures for each decode step."""
         return 1
 
     @property
     def num_prompt_graph_sets(self) -> int:
-        """How many graphs a GPU captures of each step with short prompts."""
+        """Number of graphs that a GPU captures for each step with short prompts."""
         return 1
 
     @property
     def is_simulated(self) -> bool:
-        """Whether steps take the time of a GPU and compute nothing."""
+        """Whether steps take a GPU's time but compute nothing."""
         return False
 
 
 class Counting(Protocol):
-    """Has figures for the metrics that a wing declares (`common.metrics.wing_specs`)."""
+    """Provides the values of the metrics that a wing declares (`common.metrics.wing_specs`)."""
 
     def figures(self) -> Figures:
-        """Return what has been counted; observations since the last call."""
+        """Return the current values, and the observations since the last call."""
         ...
 
 
 class Constraints(Protocol):
-    """Makes constraints on the output of requests that name a grammar."""
+    """Makes constraints for the output of requests that have a grammar."""
 
     def prepare(self) -> Future[object]:
-        """Load what the first constraint would wait for. The future's exception: this model takes none."""
+        """Load what the first constraint needs. If the future has an exception, the model takes no constraints."""
         ...
 
     def prepare_request(self, request: Request) -> None:
-        """See `Prepare`: begin to compile the request's constraint, if it names one, and set its `is_ready`."""
+        """See `Prepare`: start to compile the request's grammar, if it has one, and set its `is_ready`."""
         ...
 
     def start(self, params: SamplingParams) -> object:
-        """The constraint of a new answer, see `engine.logit_rules.filters.Constraint`."""
+        """Return the constraint for a new output, see `engine.logit_rules.filters.Constraint`."""
         ...
 
 
 class Adapters(Counting, Protocol):
-    """Adapters of a model: further weights that requests name."""
+    """A model's adapters, of which a request may name one."""
 
     def prepare_request(self, request: Request) -> None:
-        """See `Prepare`: get the request's adapter ready, if it names one, and let its `is_ready` say so."""
+        """See `Prepare`: start to load the request's adapter, if it names one, and set its `is_ready`."""
         ...
 
     def tell_of_changes(self, on_change: Callable[[str, bool], None]) -> None:
-        """Call `on_change` with each adapter that is in memory, or will be in a moment, and with each that leaves."""
+        """Call `on_change` with each adapter that is in memory or being loaded, and with each that is evicted."""
         ...
 
     def runner(self, *args: Any, **named: Any) -> Any:
-        """A runner of rows with and without adapters. args: of a CPU's runner. named: of a GPU's, too."""
+        """Make a runner of rows with and without adapters. args: as for a CPU's runner. named: a GPU's others."""
         ...
 
 
 def no_progress(what: str, part: float | None) -> None:
-    """Tell nobody."""
+    """An OnProgress that does nothing."""
