@@ -1,1 +1,1 @@
-"""The engine on a CPU: runner, sampler, attention over the mapped pool, forward pass of few rows."""
+"""The engine on a CPU: runner, forward pass, attention over the KV pool, sampler."""

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass, laid out from a plan's rows: flat tokens, and where each row's begin.
+"""The inputs of one forward pass, built from a plan's rows: the tokens of all rows, and where each row begins.
 
 Plain Python lists and one numpy array; no torch, no device. Decode rows (a new token and drafts) come first.
 """
@@ -17,11 +17,11 @@ from engine.request_states import RequestState
 
 @dataclass(slots=True)
 class StepBatch:
-    """Rows of one step, their tokens one after the other.
+    """Rows of one step, with their tokens concatenated.
 
-    inputs: int64 [4, num_tokens]: token id, position, pool block that takes its KV, offset in that block.
+    inputs: int64 [4, num_tokens]: token id, position, pool block that its KV is written to, offset in that block.
     query_starts: index of each row's first token, and num_tokens at the end.
-    seq_lens: tokens each row's last query sees, itself included.
+    seq_lens: number of tokens that each row's last query sees, itself included.
     """
 
     rows: Sequence[ScheduledRow]
@@ -36,7 +36,7 @@ class StepBatch:
 
 
 def build_batch(rows: Sequence[ScheduledRow], requests: Sequence[RequestState], block_size: int) -> StepBatch:
-    """Flatten `rows`. Their requests must own blocks for all tokens up to the row's end."""
+    """Flatten `rows`. Their requests must own blocks for all tokens up to the end of the row."""
     token_ids: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []

@@ -1,4 +1,4 @@
-"""The forward pass of a CPU's steps: here every step takes the model as its family's file says it."""
+"""The forward pass of steps on a CPU: here all steps run the blocks that the model's family yields."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ CpuForward = Forward[Step, Tensor]
 
 
 class CpuForwards:
-    """One form for all steps. `engine/cpu_forms` has one for each class of steps."""
+    """One forward pass for all steps. `engine/cpu_forms` has one for each class of steps."""
 
     def __init__(self, model: Model, ranks: RankContext[Seams] = SINGLE) -> None:
         self._form = for_ranks(plain(model, ranks), model, ranks)
 
     def passes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[list[int]]:
-        """Indices of the rows of each forward pass of a step."""
+        """Divide a step into forward passes: return the row indices of each."""
         return [list(range(len(rows)))] if rows else []
 
     def choose(self, batch: StepBatch) -> CpuForward:
-        """The form for one pass."""
+        """Return the model for one forward pass."""
         return self._form
 
     def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
-        """Compute steps as `change` has it from now on."""
+        """Replace the forward pass by what `change` makes of it."""
         self._form = change(self._form)
 
 
 def for_ranks(form: CpuForward, model: Model, ranks: RankContext[Seams]) -> CpuForward:
-    """The form without the final norm, where another stage has it."""
+    """Return the forward pass, without the final norm if a later stage has it."""
     return form.ended_by(ranks.seams.fold(plain_sum, model.blocks[-1])) if ranks.passes_on else form

@@ -1,4 +1,4 @@
-"""The plain attention backend: it reads everything from the pool, row by row, on any device."""
+"""The plain attention backend: reads all K and V from the pool, row by row, on any device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.paged_attention import attend_causally, gather_kv, write_kv
 
 @dataclass(slots=True)
 class PoolMetadata:
-    """For `PoolAttention`: where each new token goes, and each row's blocks."""
+    """Metadata of `PoolAttention`: where each new token is stored, and the blocks of each row."""
 
     rotation: Rotation
     block_ids: Tensor  # (num_tokens,)
@@ -25,7 +25,7 @@ class PoolMetadata:
 
 
 class PoolAttention:
-    """Attention straight from the pool, one sequence after the other. Simple, correct, slow."""
+    """Attention over the pool, one sequence after the other. Simple, correct, slow."""
 
     name = "pool"
 

@@ -1,7 +1,7 @@
-"""Executes a plan: copies, one forward pass over all rows, samples for the rows that want any.
+"""Executes a plan: copies blocks, runs one forward pass over all rows, samples for the rows that reach their end.
 
-Knows tensors, not queues: what runs, and which blocks it owns, was decided by the scheduler. A row whose logits
-cannot be sampled from fails alone; an exception of the forward pass itself propagates.
+Knows tensors, not queues: the scheduler has decided what runs and in which blocks. If a row's logits cannot be
+sampled from, only that row fails; an exception of the forward pass itself propagates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstore.layout import PoolGeometry
 
 MAX_WARMUP_TOKENS = 64  # 512 make the first prompt 10 to 80 ms faster, and a model of 0.5B ready 0.8 s later
 
-BACKENDS = (  # of wings: the first that takes the model and its pool
+BACKENDS = (  # of wings; the first one that supports the model and its pool is used
     "engine.bidirectional.attention:attention_for",
     "engine.windows.grouped_attention:attention_for",
     "engine.native.attention:attention_for",
@@ -43,7 +43,7 @@ BACKENDS = (  # of wings: the first that takes the model and its pool
 
 
 class CpuRunner(ModelRunner):
-    """One model over one KV pool. kv_pool: see PoolGeometry. host_buffer: see ModelRunner."""
+    """Runs one model over one KV pool. kv_pool: see PoolGeometry. host_buffer: see ModelRunner."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class CpuRunner(ModelRunner):
         return PoolAttention(kv_pool, loaded.model.rotary)
 
     def propose_with(self, proposer: Proposer) -> None:
-        """See ModelRunner. Raises ConfigError where a model does not show the layers that the proposer reads."""
+        """See ModelRunner. Raises ConfigError if the proposer cannot read its layers of this model."""
         super().propose_with(proposer)
         if proposer.layers:
             self._forwards.change(partial(proposer.watch, self._model))
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Sample with `sampler` from the next step on. It finds a row's drafts among its request's tokens."""
+        """Sample with `sampler` from the next step on. A row's drafts are among its request's tokens then."""
         self._sampler = sampler
 
     def _launch(self, plan: StepPlan, requests: Sequence[RequestState]) -> PendingStep:
@@ -126,7 +126,7 @@ class CpuRunner(ModelRunner):
         return self._backend.attend(block, qkv, metadata)
 
     def warmup(self, on_progress: OnProgress = no_progress) -> None:
-        """Run a decode step and a prefill step, so that the first request finds threads and caches ready.
+        """Run a decode step and a prefill step, so that threads and caches are ready for the first request.
 
         Uses the pool's first blocks; call it before they hold anything.
         """
@@ -139,16 +139,16 @@ class CpuRunner(ModelRunner):
         self._requests.clear()
 
     def _add_samples(self, forward: CpuForward, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
-        """Sample for each row that reaches its last token: the next one, and those that follow its drafts."""
+        """Sample for each row that reaches its last known token: the next token, and the ones after its drafts."""
         sampling = [index for index, row in enumerate(batch.rows) if row.samples]
         if not sampling:
             return
         sampled = sampled_queries(batch.rows, batch.requests, sampling)
-        tokens: list[int] = []  # of the step, after which one is sampled
+        tokens: list[int] = []  # indices of the step's tokens after which one is sampled
         for index in sampling:
             row, end = batch.rows[index], batch.query_starts[index + 1]
             num_drafts = len(row.draft_token_ids)
-            if num_drafts:  # the sampler reads them as far as a position goes; the first token put there ends that
+            if num_drafts:  # for the sampler, which reads earlier tokens; the first sampled token replaces them
                 batch.requests[index].token_ids[row.stop - num_drafts :] = row.draft_token_ids
             tokens += range(end - 1 - num_drafts, end)
         if len(tokens) != hidden.shape[0]:

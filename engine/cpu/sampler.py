@@ -1,8 +1,8 @@
 """Host sampler: one token per row of logits, each row with its own parameters and its own noise.
 
-Order: changes of `engine/logit_rules`, temperature, top-k, top-p, min-p, then the largest of logit / T +
-Gumbel noise. Tokens that tie at a threshold are all kept, so that the result does not depend on the order of a sort.
-Rows are independent: a row that cannot be sampled from gets an error, the others their tokens.
+Order: changes by `engine/logit_rules`, temperature, top-k, top-p, min-p, then the largest of logit / T + Gumbel
+noise. All tokens that tie at a threshold are kept, so that the result does not depend on the order of a sort. Rows
+are independent: a row that cannot be sampled from gets an error, the others their tokens.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from kernels.gumbel import exponential_noise, noise_key
 HAS_RULES = has_wing("engine.logit_rules")
 if HAS_RULES:
     from engine.logit_rules.logits import apply_rules
-if has_wing("engine.logprobs"):  # else no request asks for them
+if has_wing("engine.logprobs"):  # without it no request asks for log-probabilities
     from engine.logprobs.logprobs import token_logprobs
 
-NUM_CANDIDATES = 256  # first try of truncated sampling; the likeliest 256 of 49152 take 0.13 ms, 1024 take 0.55
+NUM_CANDIDATES = 256  # of truncated sampling's first try: the likeliest 256 of 49152 take 0.13 ms, 1024 take 0.55
 ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a core's cache
 
 
 @dataclass(slots=True)
 class SampledTokens:
-    """One entry per row; a negative token says why there is none, see `no_token_error`."""
+    """One entry per row. A negative token is the reason why there is none, see `no_token_error`."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
 
 
 class Sampler:
-    """Samples tokens. This one keeps nothing between calls."""
+    """Samples tokens. This one has no state between calls."""
 
     def sample(
         self,
@@ -47,7 +47,7 @@ class Sampler:
         positions: Sequence[int],
         hooks: Mapping[RequestId, LogitsHook] | None = None,
     ) -> SampledTokens:
-        """Sample `requests[i]`'s token at `positions[i]` from row i of logits (n, vocab), which is left unchanged."""
+        """Sample a token of `requests[i]` at `positions[i]` from row i of logits (n, vocab), which stay unchanged."""
         params = [request.params for request in requests]
         if not hooks and all(map(_is_plain_greedy, params)):
             best, token_ids = logits.max(dim=-1)
@@ -69,7 +69,7 @@ class Sampler:
     ) -> Tensor:
         """Sample rows with a temperature: changed logits (n, vocab) -> token ids (n,).
 
-        rows: where they are among those of the call.
+        rows: their indices in the call of `sample`.
         """
         return sample_with_noise(logits, [request.params for request in requests], positions)
 
@@ -84,7 +84,7 @@ def _changed_logits(
     positions: Sequence[int],
     hooks: Mapping[RequestId, LogitsHook],
 ) -> Tensor:
-    """Return a copy with every row's parameters and hook applied, or `logits` when none asks for anything."""
+    """Return a copy with every row's parameters and hook applied, or `logits` if no row has any."""
     if not any(request.params.changes_logits or request.request_id in hooks for request in requests):
         return logits
     changed = logits.clone()
@@ -99,7 +99,7 @@ def _changed_logits(
 def _checked(
     token_ids: list[int], best: list[float], original: Tensor, requests: Sequence[RequestState]
 ) -> SampledTokens:
-    """Give rows without a finite best logit no token, and add the log-probabilities that were asked for."""
+    """Replace the token of rows without a finite best logit by the reason; add log-probabilities asked for."""
     params = [request.params for request in requests]
     result = SampledTokens(token_ids, [None] * len(params))
     for index, value in enumerate(best):
@@ -115,7 +115,7 @@ def _checked(
 
 
 def sample_with_noise(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """Rows with a temperature only: changed logits (n, vocab) -> token ids (n,), by each request's own noise."""
+    """Sample rows with a temperature: changed logits (n, vocab) -> token ids (n,), with each request's noise."""
     scaled, truncated, whole = scaled_logits(logits, params)
     keys = noise_keys([param.seed or 0 for param in params], positions, logits.device)
     token_ids = torch.empty(len(params), dtype=torch.int64, device=logits.device)
@@ -127,13 +127,13 @@ def sample_with_noise(logits: Tensor, params: Sequence[SamplingParams], position
 
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
-    """Keys of `exponential_noise` (n, 2)."""
+    """Return the keys (n, 2) for `exponential_noise`."""
     keys = [noise_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
 def scaled_logits(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, list[int], list[int]]:
-    """Logits over temperature, at most 0, the rows that top-k, top-p or min-p truncate, and the others."""
+    """Return logits / temperature, shifted to at most 0; the rows that top-k, top-p or min-p truncate; the others."""
     temperatures = torch.tensor([max(param.temperature, 1e-5) for param in params], device=logits.device)[:, None]
     # Subtracting the maximum first keeps tiny temperatures finite.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
@@ -145,7 +145,7 @@ def scaled_logits(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Ten
 
 
 def sample_whole(scaled: Tensor, keys: Tensor) -> Tensor:
-    """Scaled logits (n, vocab), keys (n, 2) -> token ids (n,), every token being a candidate."""
+    """Sample among all tokens: scaled logits (n, vocab), keys (n, 2) -> token ids (n,)."""
     all_ids = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)[None]
     winners = [
         (part - exponential_noise(part_keys, all_ids).log_()).argmax(dim=-1)
@@ -155,10 +155,10 @@ def sample_whole(scaled: Tensor, keys: Tensor) -> Tensor:
 
 
 def _sample_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Like `sample_whole`, among the tokens that top-k, top-p and min-p leave.
+    """Sample as `sample_whole` does, among the tokens that top-k, top-p and min-p keep.
 
-    Tries the `NUM_CANDIDATES` likeliest tokens first: sorting whole rows costs milliseconds. A row whose threshold
-    lies at or below the last of them is done again with all tokens.
+    Tries the `NUM_CANDIDATES` likeliest tokens first, because sorting whole rows costs milliseconds. A row whose
+    threshold is at or below the last of them is sampled again from all tokens.
     """
     values, ids = scaled.topk(min(scaled.shape[1], NUM_CANDIDATES), dim=-1)
     thresholds, whole = find_thresholds(scaled, values, params)
@@ -173,9 +173,9 @@ def _sample_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingPar
 
 
 def find_thresholds(scaled: Tensor, values: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, list[int]]:
-    """Smallest scaled logit that each row keeps (n, 1), and the rows where `values` may not be all that are kept.
+    """Return the smallest scaled logit that each row keeps (n, 1), and the rows that may keep more than `values`.
 
-    values: the largest of each row, in falling order.
+    values: the largest of each row, in descending order.
     """
     num_values, whole = values.shape[1], list[int]()
     thresholds = _thresholds(values, scaled.logsumexp(dim=-1, keepdim=True), params)
@@ -183,7 +183,7 @@ def find_thresholds(scaled: Tensor, values: Tensor, params: Sequence[SamplingPar
         return thresholds, whole
     reaches_end = (values[:, -1:] >= thresholds)[:, 0].tolist()
     for index, param in enumerate(params):
-        # A top-k beyond the candidates also leaves top-p without the mass that it counts in.
+        # With a top-k beyond the candidates, top-p also lacks the total mass that it is relative to.
         if reaches_end[index] or param.top_k >= num_values:
             row = scaled[index : index + 1]
             ordered = row.sort(dim=-1, descending=True).values
@@ -193,10 +193,10 @@ def find_thresholds(scaled: Tensor, values: Tensor, params: Sequence[SamplingPar
 
 
 def _thresholds(values: Tensor, normalizer: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Smallest scaled logit that each row keeps (n, 1).
+    """Return the smallest scaled logit that each row keeps (n, 1).
 
-    values: (n, k) in falling order; normalizer: (n, 1) log-sum of the whole row. A row whose `values` end before its
-    threshold is reached gets a threshold at or below its last value.
+    values: (n, k) in descending order; normalizer: (n, 1) log-sum of the whole row. If the `values` of a row end
+    before its threshold is reached, the result is at or below the last value.
     """
     device = values.device
     num_values = values.shape[1]
@@ -207,7 +207,7 @@ def _thresholds(values: Tensor, normalizer: Tensor, params: Sequence[SamplingPar
     kth = values.gather(1, top_k[:, None] - 1)
     floor = torch.where(has_top_k, kth, float("-inf"))
     survives = values >= floor
-    # top-p counts mass after top-k: normalize over what top-k left.
+    # top-p applies after top-k: normalize over the tokens that top-k kept.
     mass = torch.where(survives, (values - normalizer).exp(), 0.0)
     total = torch.where(has_top_k, mass.sum(dim=-1, keepdim=True), 1.0)
     reached = mass.cumsum(dim=-1) >= top_p * total

@@ -1,1 +1,1 @@
-"""Blocks of requests and the memory of their KV, inside one engine."""
+"""Block bookkeeping and the memory of the KV pool of one engine."""

@@ -1,6 +1,6 @@
-"""The KV pool as a tensor: its geometry, its size, its memory, and views over that.
+"""The KV pool as a tensor: its geometry, its size, its memory, and the view over that memory.
 
-Who owns which block is decided elsewhere (`engine/kv/manager.py`); here are only bytes.
+Knows only bytes; `engine/kv/manager.py` decides which request owns a block.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def pool_geometry(
     dtype: torch.dtype,
     shard: Shard = WHOLE,
 ) -> PoolGeometry:
-    """Shape of one rank's pool of a model that computes in `dtype`.
+    """Return the geometry of one rank's pool, for a model that computes in `dtype`.
 
-    model_config: of the whole model. Raises ConfigError when the memory, which each rank has, holds no block.
+    model_config: of the whole model. Raises ConfigError if the memory, which each rank has, holds no block.
     """
     layout = kv_layout(model_config, kv_dtype(engine_config, dtype))
     geometry = PoolGeometry(layout, 1, engine_config.block_size, fingerprint, shard)
@@ -47,7 +47,7 @@ def pool_geometry(
 
 
 def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
-    """KV layout of the model, stored as `dtype`."""
+    """Return the KV layout of the model, stored as `dtype`."""
     config = model_config
     if config.windows:
         require_wing("engine.windows", "a model with sliding windows")
@@ -60,13 +60,13 @@ def kv_layout(model_config: ModelConfig, dtype: torch.dtype) -> KvLayout:
 
 
 def kv_dtype(engine_config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Data type of K and V in the cache when the model computes in `dtype`."""
+    """Return the data type of stored K and V, for a model that computes in `dtype`."""
     stored: torch.dtype | None = call_wing("engine.eight_bit_kv.scales:stored_dtype", engine_config)
     return stored or dtype
 
 
 def num_blocks_for(geometry: PoolGeometry, engine_config: EngineConfig) -> int:
-    """Blocks that the settings ask for: a number, or as many as `kv_cache_gb` (10^9 bytes) holds."""
+    """Return the number of blocks in the settings, or how many fit into `kv_cache_gb` (10^9 bytes)."""
     if engine_config.num_gpu_blocks:
         return engine_config.num_gpu_blocks
     num_blocks = int(engine_config.kv_cache_gb * 1e9) // geometry.block_bytes
@@ -78,9 +78,9 @@ def num_blocks_for(geometry: PoolGeometry, engine_config: EngineConfig) -> int:
 
 
 def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: EngineConfig) -> int:
-    """The longest sequence that the pool holds, at most `max_model_len`.
+    """Return the longest sequence that fits into the pool, at most `max_model_len`.
 
-    Raises ConfigError when the user asked for more than it holds; what the model declares is cut with a warning.
+    Raises ConfigError if the user asked for a longer one; the model's own maximum is cut with a warning.
     """
     room, most = _room_of(geometry, engine_config, max_model_len)
     if room is None or max_model_len <= room:
@@ -100,7 +100,7 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
 
 
 def _room_of(geometry: PoolGeometry, config: EngineConfig, max_model_len: int) -> tuple[int | None, int]:
-    """Tokens of the longest sequence that the pool holds, None: any; and blocks of one of `max_model_len`."""
+    """Return the longest sequence that fits (None: no limit), and the blocks of one of `max_model_len` tokens."""
     if not geometry.layout.has_windows:
         return geometry.num_blocks * geometry.block_size, -(-max_model_len // geometry.block_size)
     from engine.kv_groups.of_layout import block_groups
@@ -110,7 +110,7 @@ def _room_of(geometry: PoolGeometry, config: EngineConfig, max_model_len: int) -
 
 
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig) -> KVManager:
-    """Block bookkeeping for a pool of that geometry."""
+    """Make the block bookkeeping for a pool of that geometry."""
     pool = BlockPool(geometry.num_blocks, config.prefix_cache)
     if not geometry.layout.has_windows:
         return KVManager(pool, geometry.block_size, geometry.fingerprint)
@@ -122,7 +122,7 @@ def make_kv_manager(geometry: PoolGeometry, config: EngineConfig) -> KVManager:
 
 
 def allocate_pool(geometry: PoolGeometry, device: torch.device) -> Tensor:
-    """A zeroed pool, see PoolGeometry. On a CPU the kernel zeroes a page when it is first written."""
+    """Allocate a zeroed pool, see PoolGeometry. On a CPU the OS zeroes each page when it is first written."""
     if device.type == "cpu":
         return pool_over(mmap.mmap(-1, geometry.pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), geometry)
     shape = (geometry.num_blocks, *geometry.block_shape)
@@ -130,7 +130,7 @@ def allocate_pool(geometry: PoolGeometry, device: torch.device) -> Tensor:
 
 
 def pool_over(buffer: Any, geometry: PoolGeometry) -> Tensor:
-    """The pool as a view of a writable buffer (a memory map of `geometry.pool_bytes` or more)."""
+    """Return the pool as a view of a writable buffer (a memory map of `geometry.pool_bytes` or more)."""
     dtype = TORCH_DTYPES[geometry.dtype]
     count = geometry.pool_bytes // dtype.itemsize
     flat = torch.frombuffer(buffer, dtype=dtype, count=count)
@@ -138,24 +138,23 @@ def pool_over(buffer: Any, geometry: PoolGeometry) -> Tensor:
 
 
 class PoolMemory:
-    """Where the memory of KV pools comes from: here it is of this process alone. A worker shares its own with peers.
+    """Allocates the memory of KV pools: here private memory. A worker's memory is shared with its peers.
 
     agent_socket: Unix socket of the node agent that has host memory for blocks; empty: none.
-    shares_device_pools: whether pools of other ranks' GPUs are allocated so that this process can map them, and are
-        given to it.
+    shares_device_pools: whether ranks on other GPUs allocate pools that this process can map, and pass them to it.
     """
 
     agent_socket = ""
     shares_device_pools = False
 
     def allocate(self, geometry: PoolGeometry, device: torch.device) -> Tensor:
-        """A zeroed tensor, see PoolGeometry."""
+        """Allocate a zeroed tensor, see PoolGeometry."""
         return allocate_pool(geometry, device)
 
     def allocate_for_rank(self, geometry: PoolGeometry) -> int:
-        """A descriptor of zeroed host memory for the pool of a rank in another process."""
+        """Return a file descriptor of zeroed host memory for the pool of a rank in another process."""
         return create_memfd("mini-infer-kv", geometry.pool_bytes)
 
     def adopt_for_rank(self, geometry: PoolGeometry, device: torch.device, fd: int) -> None:
-        """Take over the pool that a rank in another process has allocated on `device`, and its descriptor."""
+        """Take over the pool that a rank in another process has allocated on `device`, and its file descriptor."""
         raise AssertionError("ranks keep their pools to themselves")

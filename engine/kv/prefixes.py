@@ -1,4 +1,4 @@
-"""Prefixes of requests: the keys of their blocks, and what the pool has under these keys."""
+"""Prefixes of requests: the keys of their blocks, and the pool's blocks with these keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_ROOTS = 4096
 
 
 class Prefixes:
-    """Looks prefixes up. Changes nothing but the requests' `block_keys`."""
+    """Looks up prefixes. Changes only the requests' `block_keys`."""
 
     def __init__(self, pool: BlockPool, block_size: int, fingerprint: str) -> None:
         self._pool = pool
@@ -30,7 +30,7 @@ class Prefixes:
         keys += block_keys(parent, pack_ids(request.token_ids(len(keys) * size, num_full * size)), size)
 
     def announce_adapter(self, adapter: str, is_there: bool) -> None:
-        """Tell routers, by the root of its blocks' keys, that the adapter is in memory here, or not any more."""
+        """Tell routers, by the root key of its blocks, that the adapter is in memory here, or no longer."""
         self._pool.announce(self._root(adapter, ""), is_there)
 
     def _root(self, adapter: str, salt: str) -> BlockKey:
@@ -42,7 +42,7 @@ class Prefixes:
         return root
 
     def cached_table(self, request: Request, max_tokens: int) -> list[BlockId]:
-        """Table of the longest cached prefix of at most `max_tokens`."""
+        """Return the block table of the longest cached prefix of at most `max_tokens`."""
         if not self._pool.enable_prefix_cache:
             return []
         self.extend_keys(request)
