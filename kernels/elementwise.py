@@ -1,10 +1,10 @@
 """Norm, rotary embedding and gate of rows in plain torch, or in compiled C (`kernels/native/rows.py`) on CPUs.
 
     rms_norm   y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension
-    rotate_    y = x * cos + (second half, first half) * sin, sin carrying the rotation's sign
-    silu_mul   y = silu(gate) * up, with gate and up side by side in one tensor
+    rotate_    y = x * cos + (second half, first half) * sin, where sin includes the rotation's sign
+    silu_mul   y = silu(gate) * up, with gate and up next to each other in one tensor
 
-References of the kernels in `kernels/gpu/elementwise`.
+These are the references of the kernels in `kernels/gpu/elementwise`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _SPEC = find_spec("kernels.native")
-HAS_NATIVE = _SPEC is not None and _SPEC.has_location  # a folder without code has none
+HAS_NATIVE = _SPEC is not None and _SPEC.has_location  # false for a folder without code
 if HAS_NATIVE:
     from kernels.native import rows as native
 
@@ -24,7 +24,7 @@ if HAS_NATIVE:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., n), weight (n,) or (..., n) -> like x, in the dtype of `weight`. Computed in float32, rounded once.
 
-    Spelled as a norm and in-place operations: one row of 576 takes 6.3 us on a CPU, `functional.rms_norm` 9.3.
+    With a norm and in-place operations one row of 576 takes 6.3 us on a CPU, with `functional.rms_norm` 9.3.
     """
     scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = scale.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()

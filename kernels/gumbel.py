@@ -1,11 +1,10 @@
 """Counter-based sampling noise: exponential variates as a pure function of (seed, position, token id).
 
 The token that minimizes E_i / p_i, with E_i exponential, is distributed like p; -log E_i is Gumbel noise. Because
-each E_i depends on nothing but its three numbers, the sampled token is the same in any batch, chunking, worker or
-device.
+each E_i depends only on these three numbers, the sampled token is the same in any batch, chunking, worker or device.
 
 (seed, position) is hashed to two 32-bit keys on the host (splitmix64); each token id is mixed with them by two rounds
-of xor-shift and multiply in wrapping int32 arithmetic, which CPUs and GPUs do alike.
+of xor-shift and multiply in wrapping int32 arithmetic, which gives the same result on CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def noise_key(seed: int, position: int) -> tuple[int, int]:
-    """Two signed 32-bit keys of the token sampled at `position` (an index into the sequence) under `seed`."""
+    """Return two signed 32-bit keys for the token sampled at `position` (an index into the sequence) under `seed`."""
     mixed = _splitmix64((_splitmix64(seed & _MASK64) + position * _GOLDEN) & _MASK64)
     return _signed32(mixed & 0xFFFFFFFF), _signed32(mixed >> 32)
 
 
 def exponential_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """keys int32 (rows, 2), token_ids int32 (rows or 1, n) -> float32 (rows, n), each above 2^-33."""
+    """Compute noise: keys int32 (rows, 2), token_ids int32 (rows or 1, n) -> float32 (rows, n), above 2^-33."""
     bits = token_ids * _signed32(0x9E3779B9)
     bits = bits + keys[:, :1]
     bits ^= bits >> 15
@@ -34,7 +33,7 @@ def exponential_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     bits *= _signed32(0xC2B2AE35)
     bits ^= bits >> 16
     bits &= 0x7FFFFFFF
-    # -log(1 - u): small u stay exact in float32, so rare tokens keep their true chance.
+    # -log(1 - u): small u stay exact in float32, so rare tokens keep their exact probability.
     uniform = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31))
     return uniform.log1p_().neg_()
 

@@ -1,8 +1,8 @@
-"""Digests of KV blocks; all layers of a block are one row of 64-bit words.
+"""Digests of KV blocks, each taken as one row of 64-bit words over all layers.
 
     digest_i = sum_j (a_j * x_ij + b_j * (x_ij >> 32))  mod 2^64     of the words x_i of block ids[i]
 
-The weights a, b are those of `kvstore.pool.digest`; they come as an argument.
+The weights a, b, which are an argument, are those of `kvstore.pool.digest`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:
-    """blocks: int64 (num_blocks, num_words); weights: int64 (2, num_words) -> int64 (num_ids,).
+    """Compute digests: blocks int64 (num_blocks, num_words), weights int64 (2, num_words) -> int64 (num_ids,).
 
-    They are added to `digests` if these are given.
+    With `digests`, the result is added to them.
     """
     words = blocks[ids.long()]
     found = (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)

@@ -1,9 +1,9 @@
-"""Attention over a paged KV pool, in plain torch: what every faster implementation must equal.
+"""Attention over a paged KV pool, in plain torch: the reference of every faster implementation.
 
 For query i of a sequence at position p_i: softmax(q_i K[0..p_i]^T / sqrt(head_dim)) V[0..p_i].
 
-A pool has planes of K and V; or of latent attention (MLA) one plane, whose first columns are V and which all query
-heads share. It holds them as they are computed, or as float8_e4m3fn: rounded when written, beyond +-448 cut off.
+A pool has planes of K and V; with latent attention (MLA) it has one plane, whose first columns are V and which all
+query heads share. It stores them in the computed dtype, or rounded to float8_e4m3fn and clamped to +-448.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FP8_MAX = 448.0  # the largest float8_e4m3fn
 
 
 def as_stored(kv: Tensor, dtype: torch.dtype) -> Tensor:
-    """K and V as a pool of `dtype` stores them. NaN stays NaN."""
+    """Convert K and V to the dtype of a pool. NaN stays NaN."""
     return kv.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else kv
 
 
@@ -33,13 +33,13 @@ def write_kv(pool: Tensor, layer: int, kv: Tensor, block_ids: Tensor, offsets: T
 
 
 def gather_kv(pool: Tensor, layer: int, block_ids: Tensor, seq_len: int) -> Tensor:
-    """One sequence, copied out of its blocks: (planes, num_kv_heads, seq_len, head_dim) in the pool's dtype."""
+    """Copy one sequence out of its blocks: (planes, num_kv_heads, seq_len, head_dim) in the pool's dtype."""
     blocks = indexable(pool)[block_ids, layer].view(pool.dtype)  # (n, planes, heads, block_size, head_dim)
     return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
 
 
 def attend_causally(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of a sequence's last queries.
+    """Compute causal attention of a sequence's last queries.
 
     q: (num_queries, num_heads, head_dim), the last `num_queries` positions of the sequence.
     keys: (num_kv_heads, seq_len, head_dim); values: (num_kv_heads, seq_len, value_dim), which may be a view of keys.
@@ -50,7 +50,7 @@ def attend_causally(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     group = num_heads // num_kv_heads
     positions = torch.arange(seq_len - num_queries, seq_len, device=q.device).repeat(group)
     visible = torch.arange(seq_len, device=q.device)[None, :] <= positions[:, None]
-    # All queries that share a KV head are rows of one product: K and V repeated for each would be copied for each.
+    # All queries that share a KV head are rows of one GEMM; repeating K and V for each query head would copy them.
     grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     keys, values = keys.to(q.dtype), values.to(q.dtype)
     # On a GPU torch chooses a memory-efficient kernel, which (2.11, float32, 65 tokens, a mask) gives the last query

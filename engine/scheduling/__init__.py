@@ -1,1 +1,1 @@
-"""Which requests compute what in the next step. Pure Python on plain data."""
+"""Decides what each request computes in the next step. Pure Python on plain data."""

@@ -1,4 +1,4 @@
-"""Admission and preemption: which waiting and swapped requests start in a step, and which running ones give way."""
+"""Admission and preemption: starts waiting and swapped requests in a step, and preempts running ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.scheduling.remote_kv import RemoteKv
 from engine.scheduling.request_queues import RequestQueues
 
 RowTokens = Callable[[Request, int], int]
-"""(request, budget) -> the tokens of its row in the next step."""
+"""(request, budget) -> number of tokens of its row in the next step."""
 
 
 class Admission:
-    """Starts requests in the policy's order while the step, the batch and the block pool have room."""
+    """Starts requests in the order of service while the step, the batch and the block pool have room."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Admission:
         row_tokens: RowTokens,
         cuts_prompts: bool,
     ) -> None:
-        """cuts_prompts: whether a prompt may be computed in several steps; else one starts where it fits whole."""
+        """cuts_prompts: whether a prompt may be computed in several steps; else it starts once it fits into one."""
         self.num_preemptions = 0
         self._queues = queues
         self._kv = kv
@@ -41,7 +41,7 @@ class Admission:
     def admit(self, step: ScheduledStep, budget: int) -> None:
         """Start swapped and waiting requests until one of them has to wait. budget: tokens that the step has left.
 
-        One that gave way with a token pending waits until that is known: it starts anew.
+        A request that was preempted with a token pending waits until the token is known.
         """
         while (request := self._first_in_line()) is not None and self._is_admitted(request):
             is_cut = request.num_uncomputed_tokens > budget
@@ -57,7 +57,7 @@ class Admission:
                 budget = found - self._start(request, step, found)
 
     def preempt(self, victim: Request, step: ScheduledStep) -> int:
-        """Take all blocks from `victim`; returns the tokens that its row in this step had."""
+        """Take all blocks from `victim`. Returns the number of tokens of its row in this step, which is dropped."""
         row = step.rows.pop(victim, None)
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -71,7 +71,7 @@ class Admission:
         return 0 if row is None else row.num_tokens
 
     def _first_in_line(self) -> Request | None:
-        """Swapped requests go before waiting ones, except before one to which they would give way."""
+        """Return the next request: swapped requests precede waiting ones, unless they would give way to them."""
         waiting, swapped = self._queues.waiting, self._queues.swapped
         if not swapped or (waiting and self._order.gives_way(swapped[0], waiting[0])):
             return waiting[0] if waiting else None
@@ -81,9 +81,9 @@ class Admission:
         return not self._queues.num_active or self._order.admits(request, self._queues, self._kv)
 
     def _make_room(self, request: Request, step: ScheduledStep, budget: int) -> int | None:
-        """The tokens that `step` has left for `request`; None: it has to wait. budget: tokens that it has left now.
+        """Return the tokens that `step` has left for `request`; None: it has to wait. budget: tokens left now.
 
-        A load takes none. Nobody gives way here; by priority some do, see `engine/priorities/displacement.py`.
+        A load needs none. No request is preempted here; `engine/priorities/displacement.py` does that.
         """
         if budget == 0 and request.kv_source is None:
             return None
@@ -91,18 +91,18 @@ class Admission:
         return budget if has_room else None
 
     def _num_missing_seats(self) -> int:
-        """Requests that have to go before another one can start; zero or less: none."""
+        """Return how many requests have to leave before another one can start; zero or less: none."""
         return self._queues.num_active + 1 - self._max_num_seqs
 
     def _num_missing_blocks(self, request: Request, max_tokens: int) -> int:
-        """Blocks to free before `request` can start; negative: so many are left.
+        """Return how many blocks to free before `request` can start; negative: so many are spare.
 
-        A block of each KV group is kept for each running request, or its next token evicts the newcomer.
+        A block of each KV group is kept for each running request, whose next token would else preempt the new one.
         """
         kv = self._kv
         num_spare = kv.pool.num_available - len(self._queues.running) * kv.blocks_per_position
         most = kv.num_blocks_for(request.num_tokens)
-        if most <= num_spare:  # whatever caches have: a long prompt has 1,000 blocks to look up
+        if most <= num_spare:  # it fits without caches, and looking up a long prompt means 1,000 blocks
             return most - num_spare
         if request.status is RequestStatus.SWAPPED:
             num_new = min(request.num_uncomputed_tokens, max_tokens)
@@ -112,7 +112,7 @@ class Admission:
         return needed - num_spare
 
     def _start(self, request: Request, step: ScheduledStep, budget: int) -> int:
-        """Give a waiting request what caches have and a row for the rest, or start its load; returns its tokens."""
+        """Give a waiting request its cached prefix and a row, or start its load. Returns the tokens of the row."""
         reusable = request.num_reusable_tokens
         num_cached = self._kv.attach_cached(request, reusable)
         if request.kv_source is not None:
@@ -130,7 +130,7 @@ class Admission:
         grown = self._kv.grow(request, request.num_computed_tokens + num_new)
         assert grown, "_make_room has checked the room"
         self._queues.move(request, RequestStatus.RUNNING)
-        if num_new:  # else it is held, or what it was to load is cached here, and the step is full
+        if num_new:  # else it is held, or its load became unnecessary and the step is full
             step.add_row(request, num_new)
         return num_new
 

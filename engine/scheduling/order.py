@@ -1,4 +1,4 @@
-"""The order of service: who goes first, who is admitted and who gives way. Priorities and policies have others."""
+"""The order of service: which request goes first, is admitted, or gives way. Wings define other orders."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ Rank = tuple[float, ...]
 
 
 class ServiceOrder:
-    """First come, first served, whatever the priority says. Nobody gives way to a newcomer."""
+    """First come, first served, regardless of priorities. No request gives way to a newcomer."""
 
     def take_change(self) -> bool:
-        """Whether all requests are to be ranked anew, once: asked before each step."""
+        """Whether all requests have to be ranked again. Called before each step; resets itself."""
         return False
 
     def rank(self, request: Request) -> Rank:
-        """The smallest is served first; when blocks run out, the largest gives way. No two are equal.
+        """Return the request's rank. The smallest is served first, the largest is preempted first; no two are equal.
 
-        Asked once, when the request arrives.
+        Called once, when the request arrives.
         """
         return (request.arrival,)
 
     def admits(self, request: Request, queues: RequestQueues, kv: KVManager) -> bool:
-        """Whether the first in line may start now, though there is room; those after it wait with it.
+        """Whether the first request in line may start now, even if there is room; later ones wait with it.
 
-        Not asked when nothing runs: then the request starts.
+        Not called if no request is running: then it starts.
         """
         return True
 
     def gives_way(self, other: Request, newcomer: Request) -> bool:
-        """Whether `newcomer` goes before `other`. Only ever down the ranks: no two can displace each other."""
+        """Whether `newcomer` may displace `other`. It must have the smaller rank, so no two displace each other."""
         return False

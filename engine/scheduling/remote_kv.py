@@ -1,7 +1,7 @@
-"""KV of prompts that peers have computed: requests that wait for it, and what is to be pulled into which blocks.
+"""KV of prompts that peers have computed: the requests that wait for it, and the loads that pull it.
 
-Reserves blocks between the scheduler's decisions and lists the loads to be made. Does not know how KV travels: a
-worker takes the loads and reports how they ended.
+Reserves blocks for the scheduler and lists the loads to be made. Does not know how KV is transferred: a worker takes
+the loads and reports their ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.scheduling.request_queues import RequestQueues
 
 
 class RemoteKv:
-    """Loads for requests that have blocks and wait for them. Nothing is pulled ahead of its request."""
+    """Loads for requests that own the blocks and wait for them. Nothing is prefetched."""
 
     def __init__(self, queues: RequestQueues, kv: KVManager) -> None:
         self._queues = queues
@@ -22,10 +22,10 @@ class RemoteKv:
         self._cancelled: set[Request] = set()
 
     def start_load(self, request: Request, num_cached: int) -> int | None:
-        """Reserve blocks for what `request.kv_source` has, and `request` waits until they are filled.
+        """Reserve blocks for the KV of `request.kv_source`, and let `request` wait until they are filled.
 
-        num_cached: leading tokens whose KV is here. Returns the number of tokens that need not be loaded; None when
-        the source is not worth a load, because that would not save a whole block of computing.
+        num_cached: number of leading tokens cached here. Returns the number of tokens that need not be loaded, or
+        None if a load would save less than a block of computation and is not started.
         """
         source, request.kv_source = request.kv_source, None  # one attempt: a preempted request recomputes
         if request.num_source_tokens - num_cached < self._kv.block_size:
@@ -39,19 +39,19 @@ class RemoteKv:
         return num_kept
 
     def take_loads(self) -> list[KvLoad]:
-        """Loads that blocks have been reserved for since the last call."""
+        """Return the loads that blocks have been reserved for since the last call."""
         loads, self._loads = self._loads, []
         return loads
 
     def cancel_load(self, request: Request) -> None:
-        """Let a loading request end with its load: its blocks are being written."""
+        """Let a loading request end when its load does, because its blocks are being written."""
         self._cancelled.add(request)
 
     def is_cancelled(self, request: Request) -> bool:
         return request in self._cancelled
 
     def finish(self, load: KvLoad, ok: bool) -> None:
-        """A load has ended. After a failure its owner computes what the load should have brought."""
+        """Report that a load has ended. After a failure its request computes the tokens itself."""
         request = load.owner
         assert request is not None, "there are no prefetches"
         if request in self._cancelled:
@@ -63,12 +63,12 @@ class RemoteKv:
             request.num_computed_tokens = request.num_source_tokens
             self._kv.publish(request)
         else:
-            self._kv.release_uncomputed(request)  # blocks that others can read are among them
+            self._kv.release_uncomputed(request)  # keeps its cached blocks, which other requests share
         self._queues.move(request, RequestStatus.RUNNING)
 
     def reserve_prefetches(self) -> None:
-        """Give prefetches what blocks nobody needs."""
+        """Reserve spare blocks for prefetches."""
 
     def awaits_prefetch(self, request: Request) -> bool:
-        """Whether a peer's KV for `request` is on its way already, so that a load would copy it twice."""
+        """Whether KV for `request` is already being prefetched, so that a load would copy it twice."""
         return False

@@ -1,6 +1,6 @@
-"""All requests of one engine, each in the queue of its status, and each queue in the order of service.
+"""All requests of one engine, in one queue for each status, each in the order of service.
 
-Moves requests and nothing else: the scheduler and its parts decide which to move, and what happens to its blocks.
+Only moves requests: the scheduler and its parts decide which one to move, and manage its blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _rank = attrgetter("rank")
 
 
 class RequestQueues:
-    """Queues by status, for reading; `enter`, `move` and `remove` change them."""
+    """Queues by status, read by others; only `enter`, `move` and `remove` change them."""
 
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
@@ -36,50 +36,50 @@ class RequestQueues:
 
     @property
     def num_active(self) -> int:
-        """Requests that have a seat in the batch."""
+        """Number of requests that count towards `max_num_seqs`."""
         return len(self.running) + len(self.loading)
 
     def enter(self, request: Request, status: RequestStatus) -> None:
-        """Take in a request that has come, with its rank."""
+        """Add a new request, which has its rank."""
         self.by_id[request.request_id] = request
         request.status = status
         insort(self._by_status[status], request, key=_rank)
 
     def move(self, request: Request, status: RequestStatus) -> None:
-        """Put a request into another queue."""
+        """Move a request to the queue of another status."""
         self._by_status[request.status].remove(request)
         request.status = status
         insort(self._by_status[status], request, key=_rank)
 
     def remove(self, request: Request) -> None:
-        """Drop a request that has ended."""
+        """Remove a request that has ended."""
         self._by_status[request.status].remove(request)
         del self.by_id[request.request_id]
         request.status = RequestStatus.FINISHED
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Let the runner drop what it knows of `request` with the next step."""
+        """Let the runner drop its state of `request` with the next step."""
         if request.num_planned_blocks >= 0:
             self._forgotten.append(request.request_id)
             request.num_planned_blocks = -1
 
     def take_forgotten(self) -> list[RequestId]:
-        """Requests that the runner drops with the next step."""
+        """Return the requests whose state the runner drops with the next step."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
     def rank_anew(self, rank: Callable[[Request], tuple[float, ...]]) -> None:
-        """Give all requests new ranks, between steps."""
+        """Give all requests new ranks. Called between steps."""
         for request in self.by_id.values():
             request.rank = rank(request)
         for queue in self._by_status.values():
             queue.sort(key=_rank)
 
     def load(self, num_preemptions: int) -> SchedulerLoad:
-        """Count what is here. num_preemptions: since the start."""
+        """Compute the load. num_preemptions: since the start."""
         gap, pairs, context = 0, 0.0, 0
-        for request in self.running:  # after every step: properties would cost as much again
+        for request in self.running:  # runs after every step: properties would double its time
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
             num_left = num_tokens + request.num_pending_tokens - request.num_computed_tokens
             if num_left > 1:

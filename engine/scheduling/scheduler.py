@@ -1,9 +1,9 @@
-"""Continuous batching: which requests compute how many tokens in the next step, and who must give way.
+"""Continuous batching: decides how many tokens each request computes in the next step, and which is preempted.
 
-One notion drives everything: a request has `num_tokens` known and `num_computed_tokens` in the KV cache, and a step
-closes part of that gap. A prompt, a chunk of it, a decode token and a recompute after preemption are the same case.
+There are no phases: a request has `num_tokens` tokens and `num_computed_tokens` of them in the KV cache, and a step
+closes part of that gap. A prompt, a prompt chunk, a decode token and a recompute after preemption are the same case.
 Pure Python on plain data: no torch, no clock, no I/O. The loop around it is `schedule -> run -> update`. `order`
-ranks requests, `admission` starts them and takes their blocks back, and `stopping` says when one has ended.
+ranks requests, `admission` starts and preempts them, and `stopping` decides when one has ended.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Scheduler:
         row_tokens: RowTokens = Request.num_row_tokens,
         cuts_prompts: bool = True,
     ) -> None:
-        """num_stages: of a pipeline, among whose steps in flight the requests that decode are divided. order:
-        None: by priority. row_tokens: see `Request.num_row_tokens`. cuts_prompts: see `Admission`."""
+        """num_stages: of a pipeline; decode requests are divided among as many steps in flight. order: None: by
+        priority. row_tokens: see `Request.num_row_tokens`. cuts_prompts: see `Admission`."""
         self.kv = kv
         self._row_tokens = row_tokens
         self.num_stages = num_stages
@@ -73,7 +73,7 @@ class Scheduler:
     # -- requests come and go --------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raises ContextLengthError when it can never fit."""
+        """Accept a request. Raises ContextLengthError if it can never fit."""
         if request.num_tokens >= self.max_model_len:
             raise ContextLengthError(
                 self.max_model_len,
@@ -88,7 +88,7 @@ class Scheduler:
         self._queues.enter(request, RequestStatus.AWAITING if is_coming else RequestStatus.WAITING)
 
     def abort(self, request_id: RequestId) -> Request | None:
-        """Forget a request and free what it holds; None when it is not here (any more)."""
+        """Forget a request and free its blocks. Returns None if there is no such request (any more)."""
         request = self._queues.by_id.get(request_id)
         if request is None or self.remote_kv.is_cancelled(request):
             return None
@@ -99,7 +99,7 @@ class Scheduler:
         return request
 
     def hand_over(self, request_id: RequestId) -> None:
-        """Let a request end with PREFILLED at its next token. Does nothing when it is not here (any more)."""
+        """End a request with PREFILLED at its next token. Does nothing if there is no such request (any more)."""
         request = self._queues.by_id.get(request_id)
         if request is not None:
             request.prefill_only = True
@@ -114,20 +114,20 @@ class Scheduler:
     # -- one step --------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep:
-        """Plan the next step. Decode rows first, then chunks of prompts, oldest first."""
+        """Plan the next step: decode rows first, then prompt chunks, each in the order of service."""
         if self._order.take_change():
             self._queues.rank_anew(self._order.rank)
         step = ScheduledStep()
         decodes, prefills = self._running()
         budget = self._max_num_batched_tokens
-        if self.prompt_budget is not None:  # prompts leave room for the sake of the step's decode rows
+        if self.prompt_budget is not None:  # fewer prompt tokens keep the step short for its decode rows
             budget -= self.prompt_budget.num_to_withhold(decodes, prefills, self._queues.waiting, budget)
         preempted = self._schedule_running(step, decodes, prefills, budget)
         if not preempted and (self._queues.waiting or self._queues.swapped):
             self._admission.admit(step, max(budget - step.num_tokens, 0))
         if self.speculation is not None:
             num_spare_tokens = self._max_num_batched_tokens - step.num_tokens
-            # For the next token of each of the others.
+            # Blocks for the next token of each of the other requests.
             num_kept_blocks = (len(self._queues.running) - 1) * self.kv.blocks_per_position
             self.speculation.add_drafts(step, self.kv, num_spare_tokens, num_kept_blocks, self.max_model_len)
         self.remote_kv.reserve_prefetches()
@@ -137,7 +137,7 @@ class Scheduler:
         return step
 
     def advance(self, step: ScheduledStep) -> None:
-        """Count what `step` will compute as done, and as pending the most tokens that its rows can sample.
+        """Count the tokens of `step` as computed, and the most tokens that its rows can sample as pending.
 
         The next `schedule` may then be called before the step has ended.
         """
@@ -148,7 +148,7 @@ class Scheduler:
         self.kv.launched(step)
 
     def update(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
-        """Apply what the step computed, and add what came of it to `outcome`."""
+        """Apply the result of a step, and add its outputs to `outcome`."""
         self._end_oldest()
         self.kv.finish_copies(step)
         outputs, errors = outcome.outputs, result.errors
@@ -156,17 +156,17 @@ class Scheduler:
             request.num_pending_tokens -= row.samples + len(row.draft_token_ids)
             status = request.status
             if status is RequestStatus.FINISHED:
-                continue  # aborted, or found to have ended, while the step ran
+                continue  # aborted, or ended by an earlier step, while this step ran
             if errors and index in errors:
                 self._finish(request)
                 outputs.append(RequestOutput(request, [], error=errors[index]))
                 continue
-            if status is RequestStatus.RUNNING:  # else it gave way while the step ran
+            if status is RequestStatus.RUNNING:  # else it was preempted while the step ran
                 self.kv.publish(request)
                 if request.prefill_only and not row.samples:
                     outcome.prompt_chunks.append(PromptChunk(request, row.stop))
             if result.prompt_logprobs[index] and not request.output_token_ids:
-                num_missing = row.start - len(request.prompt_logprobs)  # negative: known, from before it gave way
+                num_missing = row.start - len(request.prompt_logprobs)  # negative: known from before a preemption
                 if num_missing <= 0:
                     request.prompt_logprobs.extend(result.prompt_logprobs[index][-num_missing:])
             if row.samples:
@@ -175,13 +175,13 @@ class Scheduler:
                 if self.speculation is not None and row.draft_token_ids:
                     self.speculation.settle(request, row, len(result.token_ids[index]), self.kv)
                 if output.finish_reason is not None:
-                    is_running = request.status is RequestStatus.RUNNING  # else its blocks are gone, or in host slots
+                    is_running = request.status is RequestStatus.RUNNING  # else its blocks are freed or swapped
                     is_prefilled = output.finish_reason is FinishReason.PREFILLED
                     self._finish(request, keep_blocks=is_running and is_prefilled)
                 outputs.append(output)
 
     def drop_lost_steps(self, in_flight: Sequence[ScheduledStep]) -> None:
-        """Only these steps will be applied: count the others as ended."""
+        """Count all steps as ended except `in_flight`, because the others will never be applied."""
         kept = {id(step) for step in in_flight}
         for _ in range(len(self._in_flight)):
             if id(self._in_flight[0]) in kept:
@@ -197,7 +197,7 @@ class Scheduler:
     # -- inside a step ---------------------------------------------------------------------------------------
 
     def _running(self) -> tuple[list[Request], list[Request]]:
-        """The running requests that decode in the next step, and those with more than a token to compute."""
+        """Return the running requests that decode in the next step, and those with more than one token to compute."""
         decodes, prefills = [], []
         for request in self._queues.running:
             if request.is_held:
@@ -210,9 +210,9 @@ class Scheduler:
         return self._share_of(decodes) if self.num_stages > 1 else decodes, prefills
 
     def _share_of(self, decodes: list[Request]) -> list[Request]:
-        """Select the requests of a pipeline's next step: an equal share, of those whose last token is known.
+        """Select the requests of a pipeline's next step: an equal share, among those whose last token is known.
 
-        Shares of all steps in flight together are at least all requests, so each is in one step of each round.
+        The shares of all steps in flight cover all requests, so each is in one step of each round.
         """
         share = -(-len(decodes) // self.num_stages)
         return [request for request in decodes if not request.num_pending_tokens][:share]
@@ -220,13 +220,13 @@ class Scheduler:
     def _schedule_running(
         self, step: ScheduledStep, decodes: list[Request], prefills: list[Request], budget: int
     ) -> bool:
-        """Rows for these requests, of `budget` tokens; True when somebody had to give way."""
+        """Add rows for these requests, of `budget` tokens in total. Returns whether a request was preempted."""
         preempted, num_decodes = False, len(decodes)
         for number, request in enumerate(decodes + prefills):
             if budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
-                continue  # gave way to an earlier one of this loop
+                continue  # preempted by an earlier request of this loop
             is_decode = number < num_decodes
             num_new = 1 if is_decode else self._row_tokens(request, budget)
             while not self.kv.grow(request, request.num_computed_tokens + num_new):
@@ -245,7 +245,7 @@ class Scheduler:
         if keep_blocks:
             return
         for step in reversed(self._in_flight):
-            if request in step.rows:  # which writes to its blocks in vain: a load must not have them before
+            if request in step.rows:  # the step still writes to its blocks: a load must not get them earlier
                 step.ended.append(request)
                 return
         self.kv.release(request)

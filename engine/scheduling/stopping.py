@@ -1,4 +1,4 @@
-"""Stopping criteria: how many of a step's sampled tokens a request keeps, and its finish reason. Pure functions."""
+"""Stopping criteria: decide how many sampled tokens a request keeps, and its finish reason. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from engine.request import FinishReason, Request, RequestOutput
 
 
 def append_tokens(request: Request, result: StepResult, index: int, max_model_len: int) -> RequestOutput:
-    """Append the tokens sampled by row `index`, up to the one that ends the request, if any does."""
+    """Append the tokens sampled by row `index`, up to the one that ends the request, if any."""
     output = RequestOutput(request, [])
     found, logprobs = request.output_token_ids, result.logprobs[index]
     if not found:
@@ -29,7 +29,7 @@ def append_tokens(request: Request, result: StepResult, index: int, max_model_le
 
 
 def is_full(request: Request, max_model_len: int) -> bool:
-    """Whether the pending token is the request's last one: nothing is left to compute."""
+    """Whether the pending token is the request's last one, so that nothing is left to compute."""
     if not request.num_pending_tokens:
         return False
     if request.prefill_only:
