@@ -99,8 +99,9 @@ def _assemble(
         config = for_whole_prompts(config, model_config, asked_tokens)
     if device.type == "cuda":
         call_wing("engine.prefill_backends.refusals:check_attention", model_config, gpu.attention_backend)
-    followed = "engine.tensor_parallel.assembly:FollowedRanks"  # starts the other ranks
-    ranks: Ranks = call_wing(followed, config, device, gpu) if config.num_ranks > 1 else Ranks()
+    ranks = Ranks()
+    if config.num_ranks > 1:  # starts the other ranks
+        ranks = call_wing("engine.tensor_parallel.assembly:FollowedRanks", config, device, gpu)
     with call_wing("engine.start_failures.explained:of_loading") or nullcontext():
         loaded = load_model(files, config, device, ranks.shard, on_progress, ranks.stage)
     balancing: Balancing | None = call_wing("engine.expert_balancing.rebalancing:open_balancing", loaded, config)
@@ -114,10 +115,10 @@ def _assemble(
         "engine.host_tier.open_tier:open_tier", geometry, config, memory.agent_socket, device
     )
     kv, host_buffer = tier or (make_kv_manager(geometry, config), None)
-    held = loaded, pool, host_buffer, config
-    make_runner: Callable[..., Any] = partial(_make_runner, *held, gpu, max_model_len)
+    runner_args = loaded, pool, host_buffer, config
+    make_runner: Callable[..., Any] = partial(_make_runner, *runner_args, gpu, max_model_len)
     if adapters is not None:
-        make_runner = partial(adapters.runner, *held, gpu=gpu, max_model_len=max_model_len)
+        make_runner = partial(adapters.runner, *runner_args, gpu=gpu, max_model_len=max_model_len)
     num_slots = 0 if host_buffer is None else len(host_buffer)
     runner = ranks.runner(make_runner, loaded, memory, geometry, num_slots, max_model_len)
     if drafting is not None:
@@ -143,8 +144,8 @@ def _assemble(
         row_tokens=call_wing("engine.cpu_forms.forms:row_tokens", config, device) or Request.num_row_tokens,
         cuts_prompts=model_config.is_causal,
     )
-    asked_of = loaded.vector_modules, loaded.constraints, adapters
-    preparing += [each.prepare_request for each in asked_of if each is not None]
+    parts_of_wings = loaded.vector_modules, loaded.constraints, adapters
+    preparing += [part.prepare_request for part in parts_of_wings if part is not None]
     engine = Engine(
         scheduler,
         runner if balancing is None else balancing.counted(runner),
@@ -228,9 +229,9 @@ def _make_runner(
         return GpuRunner(loaded, pool, host_buffer, config, gpu, max_model_len, *ranks)
     if config.is_simulated:
         return call_wing("engine.simulated.runner:SimulatedRunner", loaded, pool, host_buffer, config)
-    other = call_wing("engine.transformers_models.runner:runner_of", loaded, pool, host_buffer, config)
-    if other is not None:
-        return other
+    runner = call_wing("engine.transformers_models.runner:runner_of", loaded, pool, host_buffer, config)
+    if runner is not None:
+        return runner
     from engine.cpu.runner import CpuRunner
 
     return CpuRunner(loaded, pool, host_buffer, config, *ranks)

@@ -125,14 +125,14 @@ class StepResult:
 
     def put(self, indices: Sequence[int], part: StepResult) -> None:
         """Copy the results of some rows from `part`. indices: of the part's rows in this result."""
-        for own, index in enumerate(indices):
-            self.token_ids[index] = part.token_ids[own]
-            self.logprobs[index] = part.logprobs[own]
-            self.prompt_logprobs[index] = part.prompt_logprobs[own]
-            if own in part.errors:
-                self.errors[index] = part.errors[own]
-            if own in part.drafts:
-                self.drafts[index] = part.drafts[own]
+        for part_index, index in enumerate(indices):
+            self.token_ids[index] = part.token_ids[part_index]
+            self.logprobs[index] = part.logprobs[part_index]
+            self.prompt_logprobs[index] = part.prompt_logprobs[part_index]
+            if part_index in part.errors:
+                self.errors[index] = part.errors[part_index]
+            if part_index in part.drafts:
+                self.drafts[index] = part.drafts[part_index]
 
 
 class PendingStep(Protocol):

@@ -71,13 +71,13 @@ class RequestStates:
                 state.constraint = self._constraints.start(new.params)
             if new.params.reads_tokens:
                 self._reading.add(new.request_id)
-        found = []
+        row_states = []
         for row in plan.rows:
             state = states[row.request_id]
             if row.new_block_ids:
                 state.block_ids += row.new_block_ids
-            found.append(state)
-        return found
+            row_states.append(state)
+        return row_states
 
     def needs_tokens(self, rows: Iterable[ScheduledRow]) -> bool:
         """Whether the tokens that some row may sample depend on tokens that are not known here yet."""

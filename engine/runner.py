@@ -140,16 +140,16 @@ def sampled_queries(
     rows: Sequence[ScheduledRow], requests: Sequence[RequestState], indices: Iterable[int]
 ) -> list[Sampled]:
     """Return an entry for each token sampled by rows `indices`: after the last known token and after each draft."""
-    found: list[Sampled] = []
+    entries: list[Sampled] = []
     for i in indices:
         drafts, request = rows[i].draft_token_ids, requests[i]
         for position, draft in enumerate((*drafts, NO_DRAFT), rows[i].stop - len(drafts)):
-            found.append((len(found), i, request, position, draft))
-    return found
+            entries.append((len(entries), i, request, position, draft))
+    return entries
 
 
 def settle(
-    found: StepResult, sampled: Sequence[Sampled], values: Sequence[int],
+    result: StepResult, sampled: Sequence[Sampled], values: Sequence[int],
     logprobs: Iterable[tuple[int, TokenLogprobs]] = (),
 ) -> None:  # fmt: skip
     """Put sampled tokens into the result and into the requests' states, up to each row's first wrong draft.
@@ -164,17 +164,17 @@ def settle(
         token_id = values[index]
         if token_id < 0:
             ended.add(row)
-            if not found.token_ids[row]:  # else the next step begins at this position and fails
-                found.errors[row] = no_token_error(request, token_id)
+            if not result.token_ids[row]:  # else the next step begins at this position and fails
+                result.errors[row] = no_token_error(request, token_id)
             continue
         request.put_token(position, token_id)
-        found.token_ids[row].append(token_id)
+        result.token_ids[row].append(token_id)
         if draft not in (NO_DRAFT, token_id):
             ended.add(row)
     for k, entry in logprobs:
         row = sampled[k][1]
-        if len(found.logprobs[row]) < len(found.token_ids[row]):
-            found.logprobs[row].append(entry)
+        if len(result.logprobs[row]) < len(result.token_ids[row]):
+            result.logprobs[row].append(entry)
 
 
 def no_token_error(request: RequestState, reason: int) -> str:

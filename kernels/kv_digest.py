@@ -16,5 +16,5 @@ def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor 
     With `digests`, the result is added to them.
     """
     words = blocks[ids.long()]
-    found = (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)
-    return found if digests is None else digests.add_(found)
+    result = (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)
+    return result if digests is None else digests.add_(result)

@@ -47,9 +47,9 @@ class PoolAttention:
         write_kv(self._pool, block.layer, kv, metadata.block_ids, metadata.offsets)
         batch, attended = metadata.batch, []
         for row, table in enumerate(metadata.tables):
-            held = gather_kv(self._pool, block.layer, table, batch.seq_lens[row]).to(q.dtype)
+            cached = gather_kv(self._pool, block.layer, table, batch.seq_lens[row]).to(q.dtype)
             queries = q[batch.query_starts[row] : batch.query_starts[row + 1]]
-            attended.append(self._attend_row(batch, row, queries, *block.context(held)))
+            attended.append(self._attend_row(batch, row, queries, *block.context(cached)))
         return block.outputs(torch.cat(attended))
 
     def _attend_row(self, batch: StepBatch, row: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

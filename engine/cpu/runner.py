@@ -76,14 +76,14 @@ class CpuRunner(ModelRunner):
             torch.set_num_threads(config.num_threads)
 
     def _lower(self, loaded: LoadedModel, config: EngineConfig, ranks: RankContext[Seams]) -> CpuForwards:
-        by_rows: CpuForwards | None = call_wing("engine.cpu_forms.forms:forms_by_rows", loaded, config, ranks)
-        return by_rows or CpuForwards(loaded.model, ranks)
+        forwards: CpuForwards | None = call_wing("engine.cpu_forms.forms:forms_by_rows", loaded, config, ranks)
+        return forwards or CpuForwards(loaded.model, ranks)
 
     def _attention(self, loaded: LoadedModel, kv_pool: Tensor, geometry: PoolGeometry) -> AttentionBackend:
         for path in BACKENDS:
-            found: AttentionBackend | None = call_wing(path, loaded, kv_pool, geometry)
-            if found is not None:
-                return found
+            backend: AttentionBackend | None = call_wing(path, loaded, kv_pool, geometry)
+            if backend is not None:
+                return backend
         return PoolAttention(kv_pool, loaded.model.rotary)
 
     def propose_with(self, proposer: Proposer) -> None:
@@ -144,17 +144,17 @@ class CpuRunner(ModelRunner):
         if not sampling:
             return
         sampled = sampled_queries(batch.rows, batch.requests, sampling)
-        tokens: list[int] = []  # indices of the step's tokens after which one is sampled
+        token_indices: list[int] = []  # indices of the step's tokens after which one is sampled
         for index in sampling:
             row, end = batch.rows[index], batch.query_starts[index + 1]
             num_drafts = len(row.draft_token_ids)
             if num_drafts:  # for the sampler, which reads earlier tokens; the first sampled token replaces them
                 batch.requests[index].token_ids[row.stop - num_drafts :] = row.draft_token_ids
-            tokens += range(end - 1 - num_drafts, end)
-        if len(tokens) != hidden.shape[0]:
-            hidden = hidden[tokens]
+            token_indices += range(end - 1 - num_drafts, end)
+        if len(token_indices) != hidden.shape[0]:
+            hidden = hidden[token_indices]
         requests, positions = [entry[2] for entry in sampled], [entry[3] for entry in sampled]
-        found = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
-        logprobs = ((k, entry) for k, entry in enumerate(found.logprobs) if entry is not None)
-        settle(result, sampled, found.token_ids, logprobs)
+        tokens = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
+        logprobs = ((k, entry) for k, entry in enumerate(tokens.logprobs) if entry is not None)
+        settle(result, sampled, tokens.token_ids, logprobs)
         self._proposer.propose(result, sampled)

@@ -108,8 +108,8 @@ def _checked(
     asking = [i for i, param in enumerate(params) if param.logprobs is not None and token_ids[i] >= 0]
     if asking:
         counts = [params[index].logprobs or 0 for index in asking]
-        found = token_logprobs(original[asking], [token_ids[index] for index in asking], counts)
-        for index, entry in zip(asking, found, strict=True):
+        entries = token_logprobs(original[asking], [token_ids[index] for index in asking], counts)
+        for index, entry in zip(asking, entries, strict=True):
             result.logprobs[index] = entry
     return result
 
@@ -161,14 +161,14 @@ def _sample_truncated(scaled: Tensor, keys: Tensor, params: Sequence[SamplingPar
     threshold is at or below the last of them is sampled again from all tokens.
     """
     values, ids = scaled.topk(min(scaled.shape[1], NUM_CANDIDATES), dim=-1)
-    thresholds, whole = find_thresholds(scaled, values, params)
+    thresholds, incomplete = find_thresholds(scaled, values, params)
     scores = values - exponential_noise(keys, ids.int()).log_()
     scores.masked_fill_(values < thresholds, float("-inf"))
     token_ids = ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
-    for index in whole:
-        kept = scaled[index : index + 1]
-        kept = kept.masked_fill(kept < thresholds[index], float("-inf"))
-        token_ids[index] = sample_whole(kept, keys[index : index + 1])[0]
+    for index in incomplete:
+        row = scaled[index : index + 1]
+        row = row.masked_fill(row < thresholds[index], float("-inf"))
+        token_ids[index] = sample_whole(row, keys[index : index + 1])[0]
     return token_ids
 
 
@@ -177,10 +177,10 @@ def find_thresholds(scaled: Tensor, values: Tensor, params: Sequence[SamplingPar
 
     values: the largest of each row, in descending order.
     """
-    num_values, whole = values.shape[1], list[int]()
+    num_values, incomplete = values.shape[1], list[int]()
     thresholds = _thresholds(values, scaled.logsumexp(dim=-1, keepdim=True), params)
     if num_values == scaled.shape[1]:
-        return thresholds, whole
+        return thresholds, incomplete
     reaches_end = (values[:, -1:] >= thresholds)[:, 0].tolist()
     for index, param in enumerate(params):
         # With a top-k beyond the candidates, top-p also lacks the total mass that it is relative to.
@@ -188,8 +188,8 @@ def find_thresholds(scaled: Tensor, values: Tensor, params: Sequence[SamplingPar
             row = scaled[index : index + 1]
             ordered = row.sort(dim=-1, descending=True).values
             thresholds[index] = _thresholds(ordered, row.logsumexp(dim=-1, keepdim=True), [param])[0]
-            whole.append(index)
-    return thresholds, whole
+            incomplete.append(index)
+    return thresholds, incomplete
 
 
 def _thresholds(values: Tensor, normalizer: Tensor, params: Sequence[SamplingParams]) -> Tensor:

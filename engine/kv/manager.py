@@ -91,7 +91,7 @@ class KVManager:
         """
         table, first, num_blocks = request.block_ids, len(request.block_ids), self.num_blocks_for(num_tokens)
         table += self.pool.find(request.block_keys[first : num_tokens // self.block_size], NO_BLOCK)
-        self.pool.acquire([block_id for block_id in table[first:] if block_id != NO_BLOCK])  # before others go
+        self.pool.acquire([block_id for block_id in table[first:] if block_id != NO_BLOCK])  # or they are evicted
         table += [NO_BLOCK] * (num_blocks - len(table))
         missing = [position for position in range(first, num_blocks) if table[position] == NO_BLOCK]
         fresh = dict(zip(missing, self.pool.allocate(len(missing)), strict=True))

@@ -82,21 +82,21 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
 
     Raises ConfigError if the user asked for a longer one; the model's own maximum is cut with a warning.
     """
-    room, most = _room_of(geometry, engine_config, max_model_len)
-    if room is None or max_model_len <= room:
+    longest, num_blocks = _room_of(geometry, engine_config, max_model_len)
+    if longest is None or max_model_len <= longest:
         return max_model_len
-    needed = most * geometry.block_bytes
+    needed = num_blocks * geometry.block_bytes
     numbers = (
         f"a sequence of {max_model_len} tokens needs {needed / 1e9:.2f} GB of KV blocks, and there are "
         f"{geometry.pool_bytes / 1e9:.2f} GB"
     )
     if engine_config.max_model_len:
         raise ConfigError(
-            f"--max-model-len {max_model_len}: {numbers}. Choose at most {room}, or more memory for KV blocks "
+            f"--max-model-len {max_model_len}: {numbers}. Choose at most {longest}, or more memory for KV blocks "
             "(--kv-cache-gb, --num-gpu-blocks; on a GPU --gpu-memory-fraction)"
         )
-    logger.warning("%s: sequences may have %d tokens", numbers, room)
-    return room
+    logger.warning("%s: sequences may have %d tokens", numbers, longest)
+    return longest
 
 
 def _room_of(geometry: PoolGeometry, config: EngineConfig, max_model_len: int) -> tuple[int | None, int]:

@@ -26,7 +26,7 @@ class Rotation(NamedTuple):
 def rotary_table(
     rope: RopeConfig, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[num_positions, 2, head_dim]: cosines, then sines with the sign of the rotation folded in.
+    """Return a table [num_positions, 2, head_dim]: cosines, then sines with the sign of the rotation folded in.
 
     Rotation of a head x = (a, b), halves of head_dim: (a cos - b sin, b cos + a sin), which with this table is
     x * table[0] + (b, a) * table[1]. With partial rotation the last pairs are not rotated, see `rotary_order`.

@@ -88,12 +88,12 @@ def load_model(
         source = open_source(files, engine_config, dtype, device)
         if stage is not None:
             shard = call_wing("engine.pipeline_parallel.staged:shard_of_stage", source.config, shard, stage)
-        model, quant_mode, held = _build(source, engine_config, shard, dtype, device, on_progress)
+        model, quant_mode, more_identity = _build(source, engine_config, shard, dtype, device, on_progress)
     identity = {
         "config": _as_cached(source.config),
         "dtype": DTYPE_NAMES[dtype],
         "quant_mode": quant_mode,
-        **held,
+        **more_identity,
         **source.identity,
         **(call_wing("engine.eight_bit_kv.scales:identity_of", engine_config) or {}),
     }

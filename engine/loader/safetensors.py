@@ -70,16 +70,16 @@ class SafetensorsWeights(PartSource):
         """Open a file once and read from it. part: extra dimensions at its end are ignored."""
         from safetensors import SafetensorError, safe_open
 
-        inside = (part or ())[: len(shape)]
+        ranges = (part or ())[: len(shape)]
         name = name.removeprefix(self.prefix)
         try:
             if path not in self._open_files:
                 self._open_files[path] = safe_open(path, framework="pt", device="cpu")
             file = self._open_files[path]
-            if all(map(operator.eq, map(len, inside), shape)):
+            if all(map(operator.eq, map(len, ranges), shape)):
                 tensor: Tensor = file.get_tensor(name)
             else:
-                tensor = file.get_slice(name)[tuple(slice(indices.start, indices.stop) for indices in inside)]
+                tensor = file.get_slice(name)[tuple(slice(indices.start, indices.stop) for indices in ranges)]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path.name} is damaged: {name} cannot be read from it") from error
         return tensor

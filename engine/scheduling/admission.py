@@ -47,14 +47,14 @@ class Admission:
             is_cut = request.num_uncomputed_tokens > budget
             if request.num_pending_tokens or (is_cut and not self._cuts_prompts):
                 return
-            found = self._make_room(request, step, budget)
-            if found is None:
+            tokens_left = self._make_room(request, step, budget)
+            if tokens_left is None:
                 return
             if request.status is RequestStatus.SWAPPED:
                 self._kv.swap_in(request, step)
-                budget = found - self._run(request, step, min(found, max(budget, 1)))
+                budget = tokens_left - self._run(request, step, min(tokens_left, max(budget, 1)))
             else:
-                budget = found - self._start(request, step, found)
+                budget = tokens_left - self._start(request, step, tokens_left)
 
     def preempt(self, victim: Request, step: ScheduledStep) -> int:
         """Take all blocks from `victim`. Returns the number of tokens of its row in this step, which is dropped."""
@@ -101,9 +101,9 @@ class Admission:
         """
         kv = self._kv
         num_spare = kv.pool.num_available - len(self._queues.running) * kv.blocks_per_position
-        most = kv.num_blocks_for(request.num_tokens)
-        if most <= num_spare:  # it fits without caches, and looking up a long prompt means 1,000 blocks
-            return most - num_spare
+        num_blocks = kv.num_blocks_for(request.num_tokens)
+        if num_blocks <= num_spare:  # it fits without caches, and looking up a long prompt means 1,000 blocks
+            return num_blocks - num_spare
         if request.status is RequestStatus.SWAPPED:
             num_new = min(request.num_uncomputed_tokens, max_tokens)
             needed = kv.num_blocks_to_swap_in(request, request.num_computed_tokens + num_new)

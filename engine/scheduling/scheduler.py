@@ -62,11 +62,11 @@ class Scheduler:
             "engine.progressive_pulls.remote_kv:ProgressiveRemoteKv", self._queues, kv
         )
         self.remote_kv = progressive or RemoteKv(self._queues, kv)
-        own = self._queues, kv, self._order, self.remote_kv, max_num_seqs, row_tokens, cuts_prompts
+        admission_args = self._queues, kv, self._order, self.remote_kv, max_num_seqs, row_tokens, cuts_prompts
         displacing: Admission | None = call_wing(
-            "engine.priorities.displacement:Displacement", self.max_model_len, *own
+            "engine.priorities.displacement:Displacement", self.max_model_len, *admission_args
         )
-        self._admission = displacing or Admission(*own)
+        self._admission = displacing or Admission(*admission_args)
         self._num_arrived = 0
         self._in_flight: deque[ScheduledStep] = deque()
 
@@ -182,9 +182,9 @@ class Scheduler:
 
     def drop_lost_steps(self, in_flight: Sequence[ScheduledStep]) -> None:
         """Count all steps as ended except `in_flight`, because the others will never be applied."""
-        kept = {id(step) for step in in_flight}
+        kept_ids = {id(step) for step in in_flight}
         for _ in range(len(self._in_flight)):
-            if id(self._in_flight[0]) in kept:
+            if id(self._in_flight[0]) in kept_ids:
                 self._in_flight.rotate(-1)
             else:
                 self._end_oldest()

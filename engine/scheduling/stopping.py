@@ -9,17 +9,17 @@ from engine.request import FinishReason, Request, RequestOutput
 def append_tokens(request: Request, result: StepResult, index: int, max_model_len: int) -> RequestOutput:
     """Append the tokens sampled by row `index`, up to the one that ends the request, if any."""
     output = RequestOutput(request, [])
-    found, logprobs = request.output_token_ids, result.logprobs[index]
-    if not found:
+    output_token_ids, logprobs = request.output_token_ids, result.logprobs[index]
+    if not output_token_ids:
         output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
     params, eos_token_ids = request.params, request.eos_token_ids
     max_output = min(params.max_tokens, max_model_len - len(request.prompt_token_ids))
     for offset, token_id in enumerate(result.token_ids[index]):
-        found.append(token_id)
+        output_token_ids.append(token_id)
         output.new_token_ids.append(token_id)
         if logprobs:
             output.logprobs.append(logprobs[offset])
-        if token_id in eos_token_ids or token_id in params.stop_token_ids or len(found) >= max_output:
+        if token_id in eos_token_ids or token_id in params.stop_token_ids or len(output_token_ids) >= max_output:
             output.finish_reason, output.stop_token_id = _end_reason(request, token_id, max_output)
             if output.finish_reason is not None:
                 break
