@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from engine.config import Stage
+from engine.config import EngineConfig, Stage
 from kvstore.layout import WHOLE, Shard
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
     from engine.layers.block import AddNorm, Block, Step
     from engine.layers.linear import LinearLayer
     from engine.loader.load import LoadedModel

@@ -54,11 +54,9 @@ class Sampler:
             return _checked(token_ids.tolist(), best.tolist(), logits, requests)
         original = logits.float()
         changed = _changed_logits(original, requests, positions, hooks or {})
-        best, greedy = changed.max(dim=-1)
-        token_ids = greedy
+        best, token_ids = changed.max(dim=-1)
         random = [index for index, param in enumerate(params) if param.temperature > 0]
         if random:
-            token_ids = greedy.clone()
             token_ids[random] = self._sample_random(
                 changed[random], [requests[i] for i in random], [positions[i] for i in random], random
             )

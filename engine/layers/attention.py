@@ -86,15 +86,11 @@ class Attention(AttentionBlock):
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         return self.output(step.attend(self, self.qkv(x).view(x.shape[0], -1, self.head_dim)))
 
-    def norm_and_rotate_(self, qkv: Tensor, rotation: Rotation) -> None:
-        """Norm q and k if the model does, then rotate them, in place: (num_tokens, heads + 2 kv_heads, head_dim)."""
+    def heads(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         qk = qkv[:, : self.num_heads + self.num_kv_heads]
         if self.qk_norm is not None:
             qk.copy_(rms_norm(qk, self.qk_norm, self.eps))
         rotate_(qk, *rotation)
-
-    def heads(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        self.norm_and_rotate_(qkv, rotation)
         q, kv = qkv[:, : self.num_heads], qkv[:, self.num_heads :]
         return q, kv.view(-1, 2, self.num_kv_heads, qkv.shape[2])
 

@@ -96,13 +96,7 @@ def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:
 
 def plain_norm(weight: Tensor, eps: float, dtype: torch.dtype) -> AddNorm[Tensor]:
     """Return an AddNorm whose result has `dtype`, which is mostly the weight's."""
-
-    def add_norm(residual: Tensor, pending: Tensor | None) -> Tensor:
-        if pending is not None:
-            residual += pending
-        return rms_norm(residual, weight, eps).to(dtype)
-
-    return add_norm
+    return lambda residual, pending: rms_norm(plain_sum(residual, pending), weight, eps).to(dtype)
 
 
 MakeNorm = Callable[[Tensor, float, torch.dtype], AddNorm[Tensor]]
