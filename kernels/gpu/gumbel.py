@@ -1,4 +1,4 @@
-"""Gumbel noise of tokens on a GPU, a function of (seed, position, token) alone; formulas in `kernels/gumbel.py`."""
+"""Gumbel noise of tokens on a GPU, a function of only (seed, position, token); formulas in `kernels/gumbel.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _splitmix64(value):
 
 @triton.jit
 def gumbel(seed, position, ids):
-    """-log E of `exponential_noise(noise_key(seed, position), ids)`, up to rounding."""
+    """Return -log E of `exponential_noise(noise_key(seed, position), ids)`, up to rounding."""
     mixed = _splitmix64(_splitmix64(seed.to(tl.uint64)) + position.to(tl.uint64) * _GOLDEN)
     bits = ids * -1640531527 + mixed.to(tl.uint32).to(tl.int32, bitcast=True)
     bits ^= bits >> 15

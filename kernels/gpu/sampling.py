@@ -1,16 +1,16 @@
 """Sampling on a GPU without a sort and without the host: greedy, temperature, top-k, top-p, min-p, seeded noise.
 
-A token is drawn as  argmax_i l_i / T - log E_i  over the tokens that are kept, with E_i the exponential noise of
-`kernels/gumbel.py`, a function of (seed, position, token) alone. Kept are, as in the engine's plain sampler:
-top-k: at most k - 1 tokens are likelier; top-p: the likelier tokens together have less than p of what top-k leaves;
-min-p: p_i >= min_p * p_max. Ties at a threshold are all kept; the lowest id wins a tie of the argmax.
+A token is sampled as  argmax_i l_i / T - log E_i  over the tokens that are kept, with E_i the exponential noise of
+`kernels/gumbel.py`, a function of only (seed, position, token). A token is kept, as in the engine's host sampler, if
+top-k: at most k - 1 tokens are likelier; top-p: likelier tokens together have less than p of the mass after top-k;
+min-p: p_i >= min_p * p_max. All ties at a threshold are kept; the lowest id wins a tie of the argmax.
 
-`_chunk_kernel` reads the logits once, many programs a row, and leaves each chunk's winner, maximum and sum of
-exponentials. `_finish_kernel`, one program a row, picks the winner of all. If the row is truncated, it uses this:
-when the winner among all tokens is kept, it is the answer; when not, no token as unlikely as it is kept either. So
-each pass counts the tokens and the mass above the current winner, and finds the winner among them, until one is kept:
-one pass for typical parameters. Top-k starts at the k-th largest of the chunks' maxima, a lower bound of the k-th
-largest logit. Only top-k together with top-p needs the k-th largest itself, found by bisection.
+`_chunk_kernel` reads the logits once, with many programs per row, and writes each chunk's winner, maximum and sum of
+exponentials. `_finish_kernel`, with one program per row, finds the winner of the row. If the row is truncated: when
+the winner among all tokens is kept, it is the result; when not, no token that is as unlikely is kept either. So each
+pass counts the tokens and the mass above the current winner, and finds the winner among them, until one is kept: one
+pass for typical parameters. Top-k starts at the k-th largest of the chunks' maxima, a lower bound of the k-th largest
+logit. Only top-k together with top-p needs the k-th largest itself, which is found by bisection.
 
 Reference: `sample_reference` of `tests/kernels/test_sampling.py`.
 """
@@ -25,11 +25,11 @@ from kernels.gpu.gumbel import gumbel
 from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 
 CHUNK = 2048  # 75 programs a row at 152,064 tokens: their maxima bound any top-k up to 75
-# Of the one program that walks a truncated row. 8192 at a time spill registers (top-p of one row 56 us, here 53);
+# For the one program that reads a truncated row. 8192 at a time spill registers (top-p of one row 56 us, here 53);
 # loads pipelined through shared memory are slower (61 to 83).
 ROW_BLOCK, ROW_WARPS, ROW_STAGES = 4096, 32, 1
-HIGHEST = tl.constexpr(1e30)  # logits beyond are as broken as infinite ones
-NOT_FINITE, NOTHING_ALLOWED = -1, -2  # instead of a token
+HIGHEST = tl.constexpr(1e30)  # larger logits are treated as infinite
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in the place of a token
 _NOT_FINITE, _NOTHING_ALLOWED = tl.constexpr(NOT_FINITE), tl.constexpr(NOTHING_ALLOWED)
 
 
@@ -48,7 +48,7 @@ def _chunk_kernel(
     score = highest
     total = 0.0
     if temperature > 0:
-        # Relative to the chunk's maximum: tiny temperatures stay finite and precise.
+        # Relative to the chunk's maximum, so that tiny temperatures stay finite and precise.
         base = tl.where(highest == float("-inf"), 0.0, highest)
         scaled = (logits - base) / tl.maximum(temperature, 1e-5)
         total = tl.sum(tl.exp(scaled), axis=0)
@@ -66,25 +66,25 @@ def _chunk_kernel(
 
 @triton.jit
 def _order_key(value):
-    """float32 -> int32 of the same order; 0 and -0 alike."""
+    """Map float32 to int32 of the same order; 0 and -0 are equal."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _floor_key(maxima, num_chunks, k):
-    """Key of the k-th largest chunk maximum, which at least k logits reach; of minus infinity if there are fewer."""
+    """Return the key of the k-th largest chunk maximum, which at least k logits reach; without one, that of -inf."""
     keys = _order_key(maxima).to(tl.int64)
-    reaches = tl.sum((keys[:, None] <= keys[None, :]).to(tl.int32), axis=1)  # maxima that reach each one
+    reaches = tl.sum((keys[:, None] <= keys[None, :]).to(tl.int32), axis=1)  # number of maxima that reach each one
     lowest = tl.full((), -2139095041, tl.int64)
     return tl.maximum(tl.max(tl.where(reaches >= k, keys, lowest), axis=0), lowest)
 
 
 @triton.jit
 def _kth_key(row_ptr, vocab_size, k, low, highest, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Largest key that at least k logits reach, given that at least k reach `low`: bisection, three pivots a pass.
+    """Find the largest key that at least k logits reach, given that at least k reach `low`, by bisection.
 
-    Stops early at a key that exactly k reach, which tells the same logits apart.
+    Each pass has three pivots. Stops early at a key that exactly k logits reach, which selects the same logits.
     """
     high = _order_key(highest).to(tl.int64) + 1  # no logit reaches it
     while high - low > 1:
@@ -116,7 +116,7 @@ def _kth_key(row_ptr, vocab_size, k, low, highest, BLOCK: tl.constexpr, NUM_STAG
 
 @triton.jit
 def _mass_from(row_ptr, vocab_size, key, highest, temperature, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
-    """Sum of exp((l - max) / T) over the logits that reach `key`."""
+    """Sum up exp((l - max) / T) over the logits that reach `key`."""
     mass = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, vocab_size, BLOCK, num_stages=NUM_STAGES):
         ids = start + tl.arange(0, BLOCK)
@@ -161,7 +161,7 @@ def _finish_kernel(
         position = tl.load(positions_ptr + row)
         sums = tl.load(at + 3, mask=exists, other=0.0)
         total = tl.sum(sums * tl.exp(distances), axis=0)
-        # Tokens below `floor` are not kept; without top-k it lies below all.
+        # Tokens below `floor` are not kept; without top-k it is below all of them.
         floor = _floor_key(maxima, num_chunks, tl.where(has_top_k, top_k, vocab_size))
         if has_top_k & (top_p < 1.0):
             floor = _kth_key(row_ptr, vocab_size, top_k, floor, highest, BLOCK, NUM_STAGES)
@@ -194,7 +194,7 @@ def _finish_kernel(
             if not is_kept:
                 place = tl.argmax(best_score, axis=0)
                 winner = tl.sum(tl.where(tl.arange(0, BLOCK) == place, best_id, 0), axis=0)
-    nothing = tl.where(highest == float("-inf"), _NOTHING_ALLOWED, _NOT_FINITE)  # of a broken row `highest` is NaN
+    nothing = tl.where(highest == float("-inf"), _NOTHING_ALLOWED, _NOT_FINITE)  # `highest` of a broken row is NaN
     tl.store(token_ids_ptr + row, tl.where(is_valid, winner, nothing).to(tl.int64))
     if HAS_LAST:
         is_in_use = tl.load(positions_ptr + row) > 0
@@ -209,11 +209,11 @@ def chunk_stats(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, stats: Tensor, vocab_size: int,
     first_id: int = 0,
 ) -> None:  # fmt: skip
-    """Write what each chunk of each row has to offer: float32 (rows, num_chunks_of(vocab_size), 4), contiguous.
+    """Write the statistics of each chunk of each row: float32 (rows, num_chunks_of(vocab_size), 4), contiguous.
 
-    logits: (rows, columns < 2^21), float32 or bfloat16, tokens of stride 1. temperatures: float32 (rows,), 0 is
-    greedy. seeds: int64 (rows,). positions: int (rows,), the position that the token will have, 0 for rows that are
-    not in use. vocab_size: columns that count. first_id: token of the first one.
+    logits: (rows, columns < 2^21), float32 or bfloat16, columns of stride 1. temperatures: float32 (rows,), 0 is
+    greedy. seeds: int64 (rows,). positions: int (rows,), the position of the sampled token, 0 for rows that are not
+    in use. vocab_size: number of columns to use. first_id: token id of the first one.
     """
     num_rows, num_chunks = logits.shape[0], num_chunks_of(vocab_size)
     if stats.shape != (num_rows, num_chunks, 4) or not stats.is_contiguous():
@@ -229,11 +229,11 @@ def choose_tokens(
     logits: Tensor, stats: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor,
     seeds: Tensor, positions: Tensor, token_ids: Tensor, last_tokens: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Sample a token per row into `token_ids` int64 (rows,); NOT_FINITE or NOTHING_ALLOWED where there is none.
+    """Sample a token per row into `token_ids` int64 (rows,); NOT_FINITE or NOTHING_ALLOWED if there is none.
 
-    logits: of all tokens; rows without truncation need none. stats: of all their chunks. top_ks: int32, 0 is off.
-    top_ps: float32, 1 is off. min_ps: float32, 0 is off. All of these (rows,), read on the device. last_tokens: int64
-    (rows,), takes the valid tokens of rows in use as well. Further arguments: see `chunk_stats`.
+    logits: of all tokens; rows without truncation do not read them. stats: of all chunks. top_ks: int32, 0 is off.
+    top_ps: float32, 1 is off. min_ps: float32, 0 is off. All are (rows,), read on the device. last_tokens: int64
+    (rows,), also receives the valid tokens of rows in use. Other arguments: see `chunk_stats`.
     """
     num_rows, vocab_size = logits.shape
     num_chunks = stats.shape[1]

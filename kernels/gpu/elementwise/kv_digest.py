@@ -1,7 +1,7 @@
 """Digests of KV blocks on a GPU; the formula is in `kernels/kv_digest.py`.
 
-A program keeps the weights of its words for several blocks. Digests are sums of integers, so that the order of the
-programs does not matter.
+A program uses the weights of its words for several blocks. Digests are sums of integers, so the order of programs
+does not matter.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from kernels.gpu.launch import FastLaunch
 
 WORDS = 1024  # 64-bit words a program reads at a time
-BLOCKS = 4  # blocks a program works on, so that weights cost half a load; measured best with 1024 words, 8 warps
+BLOCKS = 4  # blocks per program, so that weights cost half a load; the fastest with 1024 words and 8 warps
 NUM_WARPS = 8
 
 
-# One variant for all numbers of blocks, and for parts of lists.
+# One variant for all numbers of blocks, and for slices of lists.
 @FastLaunch
 @triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["ids_ptr", "digests_ptr"])
 def _kv_digest_kernel(
@@ -36,9 +36,9 @@ def _kv_digest_kernel(
 
 
 def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:
-    """blocks: int64 (num_blocks, num_words), contiguous; weights: int64 (2, num_words) -> int64 (num_ids,).
+    """Compute digests of blocks int64 (num_blocks, num_words), contiguous, with weights int64 (2, num_words).
 
-    They are added to `digests` if these are given.
+    Returns int64 (num_ids,). With `digests`, the result is added to them.
     """
     num_ids, num_words = ids.shape[0], blocks.shape[1]
     if digests is None:

@@ -1,11 +1,11 @@
-"""Root-mean-square norm on a GPU, alone or fused with what comes before it: the residual addition, the embedding.
+"""Root-mean-square norm on a GPU, alone or fused with the preceding residual addition or embedding.
 
 rms_norm:        y = x / sqrt(mean(x^2) + eps) * weight
 add_rms_norm:    residual += x;  y = rms_norm(residual)
 embed_rms_norm:  residual = embedding[token];  y = rms_norm(residual)
 
-One program per row: the row is read once, kept in registers in float32, and rounded once. The sum that goes back to
-`residual` is rounded first, so that the fused form equals addition and norm done one after the other.
+One program per row: the row is read once, kept in registers in float32, and rounded once. The sum is rounded when it
+is written to `residual` and before it is normed, so that the fused form equals addition and norm in sequence.
 Reference: `kernels/elementwise.py`.
 """
 
@@ -21,7 +21,7 @@ from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecess
 
 @triton.jit
 def normed(x, weight, n, eps):
-    """float32 of a row x, zero where it has no columns."""
+    """Norm a row x in float32; x is zero outside of its columns."""
     value = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / n + eps)
     return value * scale * weight
@@ -64,7 +64,7 @@ def _embed_norm_kernel(
 
 
 def embed_rms_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """token_ids (num_rows,), each a row of `embedding` (vocab, n), contiguous -> those rows, and their norm."""
+    """Look up token_ids (num_rows,) in `embedding` (vocab, n), contiguous. Returns the rows and their norm."""
     num_rows, n = token_ids.shape[0], embedding.shape[1]
     residual, out = (torch.empty(num_rows, n, dtype=embedding.dtype, device=embedding.device) for _ in range(2))
     if num_rows:
@@ -77,14 +77,14 @@ def embed_rms_norm(token_ids: Tensor, embedding: Tensor, weight: Tensor, eps: fl
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, num_warps: int | None = None) -> Tensor:
-    """x (num_rows, n) with rows of stride 1, weight (n,) -> (num_rows, n), contiguous."""
+    """Norm x (num_rows, n), whose columns have stride 1, with weight (n,) -> (num_rows, n), contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, out, eps, num_warps)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_warps: int | None = None) -> Tensor:
-    """Adds x (num_rows, n) to `residual` (num_rows, n, contiguous) in place and returns the norm of the sum."""
+    """Add x (num_rows, n) to `residual` (num_rows, n, contiguous) in place and returns the norm of the sum."""
     if not residual.is_contiguous():
         raise ValueError("the residual must be contiguous")
     out = torch.empty_like(residual)
@@ -93,8 +93,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_wa
 
 
 def num_warps_for(n: int) -> int:
-    """4 to 8: at 32,768 rows of 3584, 1 warp reaches 81% of copy bandwidth, 2 to 8 94%, 16 82%; one row takes
-    1.5 us with any from 4 up.
+    """Return 4 to 8: at 32,768 rows of 3584, 1 warp reaches 81% of copy bandwidth, 2 to 8 94%, 16 82%; one row takes
+    1.5 us with 4 or more.
     """
     return 8 if n > 2048 else 4 if n > 1024 else 2
 

@@ -1,12 +1,12 @@
-"""What lies between the q/k/v GEMM and attention, in one pass: QK-norm, rotary embedding, KV write.
+"""The steps between the q/k/v GEMM and attention in one pass: QK-norm, rotary embedding, KV write.
 
-For every head x of q and k:  x = rms_norm(x) * weight (when the model has QK-norm), then
-x * cos + (second half, first half) * sin with the position's row of the table, sin carrying the rotation's sign.
-q and k go back to where they were; k and v go to their slot of the paged pool. Computed in float32, rounded once;
-a pool of 8-bit numbers gets them cut off at +-448.
+For every head x of q and k:  x = rms_norm(x) * weight (if the model has QK-norm), then
+x * cos + (second half, first half) * sin with the position's row of the table; sin includes the rotation's sign.
+q and k are written in place; k and v are written to their slot of the paged pool. Computed in float32, rounded once;
+for an 8-bit pool they are clamped to +-448.
 
 In the pool's layout (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim) the k heads and then the v heads
-of a layer lie one after the other, as they do in qkv, so one index covers both.
+of a layer follow each other, as they do in qkv, so one index covers both.
 
 Reference: `rope_reference` of `tests/kernels/elementwise/test_rope.py`, from `kernels/elementwise.py` and `write_kv`.
 """
@@ -26,12 +26,12 @@ from kernels.gpu.launch import (
 )
 from kernels.gpu.tuning import ROPE, RopeConfig, found
 
-STREAMED_BYTES = 32 << 20  # q, k and v beyond this: 84% of copy bandwidth at 8,192 tokens, 83% without
+STREAMED_BYTES = 32 << 20  # for larger q, k and v: 84% of copy bandwidth at 8,192 tokens, 83% without
 
 
 @triton.jit
 def as_stored(x, dtype: tl.constexpr):
-    """float32 as a pool of `dtype` stores it: beyond +-448 an 8-bit number is cut off. NaN stays NaN."""
+    """Convert float32 to a pool's `dtype`; 8-bit numbers are clamped to +-448. NaN stays NaN."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
@@ -47,7 +47,7 @@ def _rope_kernel(
     HEADS: tl.constexpr, STREAMS: tl.constexpr, OVERLAPS: tl.constexpr, SPREADS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
-    # What will not be found in the L2 cache again should not push other things out of it.
+    # Data that will not be in the L2 cache when it is read again should not evict other data.
     EVICT: tl.constexpr = "evict_first" if STREAMS else ""
     STREAM: tl.constexpr = ".cs" if STREAMS else ""
     tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -58,7 +58,7 @@ def _rope_kernel(
     slots = tl.load(slots_ptr + tokens, mask=is_token, other=-1).to(tl.int64)
     exists = is_token[:, None, None] & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[None, :, None]
     rotates = (heads < NUM_HEADS + NUM_KV_HEADS)[None, :, None]
-    # Pointers of the full shape, here and for the norm: each thread loads what it needs, nothing is passed around.
+    # Pointers of the full shape, here and for the norm: each thread loads its own values, without shuffles.
     row = table_ptr + (positions * (2 * HEAD_DIM))[:, None, None] + (heads * 0)[None, :, None] + dims
     cos = tl.load(row).to(tl.float32)
     sin = tl.load(row + HEAD_DIM + HALF).to(tl.float32)
@@ -103,16 +103,16 @@ def rope_and_write_kv(
     """Rotate q and k in place; store rotated k, and v, in the pool.
 
     qkv: (num_tokens, num_heads + 2 num_kv_heads, head_dim), contiguous; head_dim a power of two. Or split-K
-        partials (num_splits, ...), which are added up: the first then holds the result.
-    table: (num_positions, 2, head_dim), cosines and signed sines: the halves of a row hold the same numbers but for
-        the sines' sign, and one of each is read. positions: int (num_tokens,).
-    slots: int (num_tokens,): block id * block_size + offset in the block; negative: nothing is stored.
+        partials (num_splits, ...), which are added up; the first one then holds the result.
+    table: (num_positions, 2, head_dim), cosines and signed sines. Both halves of a row are equal except for the
+        sines' sign, so only one half of each is read. positions: int (num_tokens,).
+    slots: int (num_tokens,): block id * block_size + offset in the block; negative: not stored.
     qk_norm: (num_heads + num_kv_heads, head_dim) or None.
-    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; float8_e4m3fn is rounded to.
-    spreads_next: the programs of the next kernel, attention, come when all kernels before this one have left, and so
-        spread evenly. Early they would hide their start, but stay where they find room
+    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; float8_e4m3fn is supported.
+    spreads_next: the programs of the next kernel, attention, start when all kernels before this one have ended, so
+        that they spread evenly. If they start earlier, their launch is hidden, but they stay where they first fit
         (docs/decisions/kernel-launches-and-cuda-graphs.md).
-    positions, slots and table are inputs of the step: they are read before the previous kernel has ended.
+    positions, slots and table are inputs of the step, so they are read before the previous kernel has ended.
     """
     num_tokens, num_all_heads, head_dim = qkv.shape[-3:]
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]

@@ -1,7 +1,7 @@
-"""Gated activation on a GPU: y = gate / (1 + exp(-gate)) * up, gate and up side by side in one tensor.
+"""Gated activation on a GPU: y = gate / (1 + exp(-gate)) * up, gate and up next to each other in one tensor.
 
-Computed in float32 and rounded once. SiLU's place may take GELU by its tanh approximation, which is
-gate / (1 + exp(-z)), too, of another z.
+Computed in float32 and rounded once. GELU can replace SiLU: its tanh approximation is also gate / (1 + exp(-z)), with
+another z.
 References: `kernels/elementwise.py`, `functional.gelu`.
 """
 
@@ -19,14 +19,14 @@ BLOCK = 1024  # 4 warps x 32 threads x 8 values: one 16-byte load a thread from 
 
 @triton.jit
 def silu_times(gate, up):
-    """silu(gate) * up, of float32."""
+    """Return silu(gate) * up in float32."""
     small = tl.exp(-tl.abs(gate))  # never overflows
     return gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small) * up
 
 
 @triton.jit
 def gate_times(gate, up, IS_GELU: tl.constexpr):
-    """silu(gate) * up, or gelu(gate) * up by the tanh approximation: 1 + tanh(z) is 2 / (1 + exp(-2 z))."""
+    """Return silu(gate) * up, or gelu(gate) * up by the tanh approximation: 1 + tanh(z) is 2 / (1 + exp(-2 z))."""
     if IS_GELU:
         twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
         small = tl.exp(-tl.abs(twice))
@@ -50,7 +50,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, n, BLOCK: tl.constexpr, IS_GELU: tl.c
 
 
 def silu_mul(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
-    """(num_tokens, 2 n), contiguous -> (num_tokens, n). At most 65,535 tokens. is_gelu: GELU instead of SiLU."""
+    """Map (num_tokens, 2 n), contiguous, to (num_tokens, n). At most 65,535 tokens. is_gelu: GELU instead of SiLU."""
     if not gate_up.is_contiguous():
         raise ValueError("gate_up must be contiguous")
     num_tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
