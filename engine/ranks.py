@@ -69,15 +69,15 @@ class Inbox:
         """Receive the hidden states of the next step, which has these rows."""
 
     def look_up(self, embedding: LookUp) -> LookUp:
-        """Return the lookup that replaces the embedding's. Its rows may be changed in place."""
+        """Return the lookup to use instead of the embedding's. Its rows may be changed in place."""
         return embedding
 
     def model(self, model: Model) -> Model:
-        """Return the model with its embedding replaced by a table, which `token_ids` index."""
+        """Return the model whose embedding is the table that `token_ids` index."""
         return model
 
     def token_ids(self, token_ids: Tensor) -> Tensor:
-        """Return the indices (num_tokens,) that replace a step's token ids."""
+        """Return the indices (num_tokens,) into that table for a step's token ids."""
         return token_ids
 
 

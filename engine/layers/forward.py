@@ -88,7 +88,7 @@ class Forward(Generic[S, P]):
 
 
 def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:
-    """An AddNorm without a norm."""
+    """Add the pending output to the residual: an AddNorm without a norm."""
     if pending is not None:
         residual += pending
     return residual

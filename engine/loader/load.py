@@ -142,7 +142,7 @@ def check_kernels(config: ModelConfig, device: torch.device) -> None:
 
 
 def _as_cached(config: ModelConfig) -> ModelConfig:
-    """Drop what KV does not depend on: two forms of latent attention cache the same values."""
+    """Return the config without what KV does not depend on: two forms of latent attention cache the same values."""
     config = replace(config, linear_bits=PLAIN_BITS)
     if config.latent is None or config.latent.form == "naive":
         return config
