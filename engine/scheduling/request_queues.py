@@ -78,19 +78,19 @@ class RequestQueues:
 
     def load(self, num_preemptions: int) -> SchedulerLoad:
         """Compute the load. num_preemptions: since the start."""
-        gap, pairs, context = 0, 0.0, 0
+        prefill_tokens, prefill_pairs, context_tokens = 0, 0.0, 0
         for request in self.running:  # runs after every step: properties would double its time
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
             num_left = num_tokens + request.num_pending_tokens - request.num_computed_tokens
             if num_left > 1:
-                gap += num_left
-                pairs += num_pairs(request.num_computed_tokens, num_left)
+                prefill_tokens += num_left
+                prefill_pairs += num_pairs(request.num_computed_tokens, num_left)
             else:
-                context += num_tokens
+                context_tokens += num_tokens
         for request in self.waiting:
             if request.kv_source is None:
-                gap += request.num_tokens
-                pairs += num_pairs(0, request.num_tokens)
+                prefill_tokens += request.num_tokens
+                prefill_pairs += num_pairs(0, request.num_tokens)
         return SchedulerLoad(
             num_preemptions,
             num_requests=len(self.by_id),
@@ -98,7 +98,7 @@ class RequestQueues:
             num_waiting=len(self.waiting),
             num_swapped=len(self.swapped),
             num_loading=len(self.loading) + len(self.awaiting),
-            waiting_prefill_tokens=gap,
-            waiting_prefill_pairs=round(pairs),
-            context_tokens=context,
+            waiting_prefill_tokens=prefill_tokens,
+            waiting_prefill_pairs=round(prefill_pairs),
+            context_tokens=context_tokens,
         )
