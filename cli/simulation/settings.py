@@ -23,7 +23,7 @@ class ClusterConfig:
     api_key: str = setting("", "of that cluster's operators")
     steps: str = setting(H200_7B, "seconds of a step's parts; default: about an H200 with 7B parameters in bfloat16")
     prefill_steps: str = setting("", "those of prefill workers; default: the same")
-    mixed_ms: float = setting(0.0, "what a step with prompts beside decode rows takes more than the sum of its parts")
+    mixed_ms: float = setting(0.0, "time that a step with prompts and decode rows takes above the sum of its parts")
     num_gpu_blocks: int = setting(24_000, "KV blocks of a worker")
     prefill_num_gpu_blocks: int = setting(0, "those of a prefill worker; 0: as many")
     block_size: int = setting(64, "tokens per KV block")
@@ -43,7 +43,7 @@ class ClusterConfig:
     host_tier_blocks: int = setting(0, "KV blocks in the memory of a host, which its workers share; 0: none")
     workers_per_host: int = setting(8, "workers of a host")
     host_tokens_per_second: float = setting(
-        800_000.0, "tokens whose KV a step copies from host memory in a second; copies to it run beside steps"
+        800_000.0, "tokens whose KV a step copies from host memory in a second; copies to it run while steps do"
     )
 
     def __post_init__(self) -> None:

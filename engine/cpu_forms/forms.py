@@ -42,7 +42,7 @@ class Rows(Enum):
     same way however they are cut into steps and however much of them is cached, bit for bit.
     """
 
-    ANY = "prompts, alone or beside generated tokens"
+    ANY = "prompts, alone or with generated tokens"
     FEW = f"generated tokens alone, at most {MAX_FEW_ROWS}"
 
 

@@ -55,7 +55,7 @@ def steps() -> Section:
              buckets(STEP_TOKENS)),
         lines("Tokens computed per second", "By phase and worker: prompts (prefill) and outputs (decode).", "short",
               {"{{worker}} {{phase}}": rate(TOKENS, "worker, phase")}, stacked=True),
-        lines("Step duration over prediction", "Of steps with prompts beside decode rows, under an ITL objective: "
+        lines("Step duration over prediction", "Of steps with prompts and decode rows, under an ITL objective: "
               "far from 1, chunks of prompts are too long or too short.", "short",
               {"{{worker}} p50": quantile(0.5, RATIO, "worker"), "{{worker}} p99": quantile(0.99, RATIO, "worker")}),
         lines("Drafts accepted by position", "Share of rows with drafts whose draft there was right. No data without "

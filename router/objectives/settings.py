@@ -13,7 +13,9 @@ class ObjectiveSettings:
     ttft_objective_ms: float = setting(
         0.0, "time to first token to keep: with this or --itl-objective-ms any worker may compute and decode; 0: none"
     )
-    itl_objective_ms: float = setting(0.0, "time between tokens to keep; bounds prompt chunks beside them; 0: none")
+    itl_objective_ms: float = setting(
+        0.0, "time between tokens to keep; bounds the prompt chunks of steps with decode rows; 0: none"
+    )
 
     def __post_init__(self) -> None:
         check_not_negative(self, "ttft_objective_ms", "itl_objective_ms")
