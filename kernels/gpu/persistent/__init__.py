@@ -1,1 +1,1 @@
-"""All layers of a decoder for one decode row as one persistent kernel, instead of launches for each."""
+"""One persistent kernel for all layers of a decoder and one decode row, instead of several launches per layer."""

@@ -1,4 +1,4 @@
-"""What the kernel needs on the device, and its launch."""
+"""Launches the persistent kernel and owns its buffers on the device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kernels.gpu.persistent.stream import BIAS, LATENT, SCALES
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What the kernel reads of a model, all contiguous, and bfloat16 but for e4m3 weights; x W^T as in torch.
+    """The tensors of a model, all contiguous, and bfloat16 except for e4m3 weights; x W^T as in torch.
 
-    weights: of each layer W_qkv (heads of q, then of k, then of v), W_output, W_gate_up (rows of gate, then those of
-        up), W_down; of experts stacks (experts, 2 intermediate, hidden) and (experts, hidden, intermediate), then
-        W_router (experts, hidden).
-    scales: of each layer float32 scales of rows of the first four, if these are e4m3: (n,), of experts (experts, n).
-    biases: of each layer W_qkv's, if the shape has any.
-    latents: of each layer W_UK^T (heads, LATENT_RANK, HEAD_DIM) and W_UV (heads, HEAD_DIM, LATENT_RANK), if attention
-        is latent; heads of W_UV have as many other rows in between.
-    norms: (layers, `Shape.norms`), of attention, of the MLP, of q and of k or of latents. final_norm: (hidden,).
+    weights: for each layer W_qkv (heads of q, then of k, then of v), W_output, W_gate_up (rows of gate, then those of
+        up), W_down. With experts the last two are stacks (experts, 2 intermediate, hidden) and (experts, hidden,
+        intermediate), and W_router (experts, hidden) follows.
+    scales: for each layer float32 scales of rows of the first four, if these are e4m3: (n,), experts' (experts, n).
+    biases: for each layer the bias of W_qkv, if the shape has biases.
+    latents: for each layer W_UK^T (heads, LATENT_RANK, HEAD_DIM) and W_UV (heads, HEAD_DIM, LATENT_RANK), if
+        attention is latent; between heads of W_UV lie as many other rows.
+    norms: (layers, `Shape.norms`): attention's, the MLP's, then q's and k's or the latents'. final_norm: (hidden,).
     embedding: (vocab, hidden). rotary: (positions, 2, rotated), cosines and signed sines. scale: of scores.
     """
 
@@ -47,9 +47,10 @@ class Parameters:
 class PersistentDecoder:
     """A model over one paged pool, (num_blocks, num_layers, 2, num_kv_heads, block_size, HEAD_DIM) of bfloat16.
 
-    Of latents it is (num_blocks, num_layers, 1, 1, block_size, LATENT_RANK + ROPE_DIM).
+    With latent attention the pool is (num_blocks, num_layers, 1, 1, block_size, LATENT_RANK + ROPE_DIM).
 
-    Its words serve one stream. stamps: clocks of stages, int64 (layers, programs, NUM_STAMPS), with `Shape.traces`.
+    Programs exchange words through its buffers, so only one stream may use it. stamps: clocks of stages, int64
+    (layers, programs, NUM_STAMPS), written with `Shape.traces`.
     """
 
     def __init__(self, shape: Shape, parameters: Parameters, pool: Tensor) -> None:
@@ -72,16 +73,16 @@ class PersistentDecoder:
         self.stamps = torch.zeros(num_layers, shape.programs, NUM_STAMPS.value, dtype=torch.int64, device=device)
 
     def set_shape(self, **changes: Any) -> None:
-        """Change what is not a model's: `slots`, `halves_ahead`, `traces`."""
+        """Change fields that do not describe the model: `slots`, `halves_ahead`, `traces`."""
         self.shape = replace(self.shape, **changes)
 
     def step(
         self, token_ids: Tensor, positions: Tensor, lengths: Tensor, slots: Tensor, block_table: Tensor
     ) -> Tensor:
-        """Hidden states (1, hidden) of a token after the final norm; its K and V go to the pool.
+        """Compute the hidden states (1, hidden) of a token after the final norm; store its K and V in the pool.
 
-        token_ids: int64 (1,). positions: int32 (1,). lengths: int32 (1,), keys that the token sees with its own; at 0
-        the row is nobody's. slots: int32 (1,), block id * block_size + offset of its K and V, or -1 to store nothing.
+        token_ids: int64 (1,). positions: int32 (1,). lengths: int32 (1,), keys that the token sees, including its
+        own; 0 if the row is unused. slots: int32 (1,), block id * block_size + offset of its K and V; -1: not stored.
         block_table: int32 (1, any).
         """
         inputs = token_ids, positions, lengths, slots, block_table
@@ -91,9 +92,9 @@ class PersistentDecoder:
         return hidden
 
     def compiler(self) -> Callable[[], None]:
-        """Return what compiles `step`'s kernel, which takes seconds where no cache has it, in any thread.
+        """Return a function that compiles `step`'s kernel in any thread; it takes seconds if no cache has the kernel.
 
-        It allocates nothing, or it would break a graph that another thread captures.
+        The function allocates nothing, since that would break a graph that another thread captures.
         """
         device = self.pool.device
         token, number = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
@@ -107,7 +108,7 @@ class PersistentDecoder:
         return compile_kernel
 
     def _launch(self, inputs: tuple[Tensor, ...], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the kernel's arguments, and its options."""
+        """Return the kernel's arguments and its launch options."""
         of_model, pool = self.parameters, self.pool
         vectors = of_model.norms, of_model.final_norm, of_model.embedding, of_model.rotary
         scale = LOG2_E.value * of_model.scale

@@ -1,4 +1,4 @@
-"""Choice of a token's experts from the router's logits, by every program for itself."""
+"""Choice of a token's experts from the router's logits, which every program makes for itself."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kernels.gpu.persistent.ll_protocol import receive
 from kernels.gpu.persistent.ring import barrier
 from kernels.gpu.persistent.stamps import stamp
 
-THREADS = gl.constexpr(256)  # each has a logit: twice as many or more
+THREADS = gl.constexpr(256)  # each has a logit; two or more have the same one
 A_WORD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @triton.constexpr_function
 def ranks_layout(experts: int, columns: int) -> gl.BlockedLayout:
-    """(experts, columns), the same rows for any columns: 8 or 16 of a warp."""
+    """Return a layout of (experts, columns) with the same rows in a warp, 8 or 16, for any number of columns."""
     rows = experts // 8
     return gl.BlockedLayout([1, columns * rows // 32], [rows, 32 // rows], [8, 1], [1, 0])
 
 
 @gluon.jit
 def choose(router_ptr, flag, layer, logits, keys, experts, shares, is_chosen, stamps, SHAPE: gl.constexpr):
-    """Put the token's experts, by falling logits, and their shares (chosen,) into shared memory; arrive there.
+    """Store the token's experts, by falling logits, and their shares (chosen,); then arrive at `is_chosen`.
 
     Shared experts come first. In a dense layer the parts of its MLP are the experts. logits, keys: shared memory for
-    THREADS.
+    THREADS numbers.
     """
     EXPERTS: gl.constexpr = SHAPE.value.experts
     CHOSEN: gl.constexpr = SHAPE.value.chosen
@@ -48,7 +48,7 @@ def choose(router_ptr, flag, layer, logits, keys, experts, shares, is_chosen, st
     index = gl.arange(0, EXPERTS, gl.SliceLayout(1, CHOICES))
     place = gl.arange(0, CHOSEN, gl.SliceLayout(0, CHOICES))
     is_here = rank[:, None] == place[None, :] - SHARED
-    # One reduction for two numbers: it passes through shared memory.
+    # One reduction for both numbers, since reductions pass through shared memory.
     both = (index.to(gl.int64) << 32) | (logit.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
     both = gl.sum(gl.where(is_here, both[:, None], 0), axis=0)
     expert = (both >> 32).to(gl.int32)
@@ -76,14 +76,14 @@ def choose(router_ptr, flag, layer, logits, keys, experts, shares, is_chosen, st
 
 @gluon.jit
 def _order(logit, expert, EXPERTS: gl.constexpr):
-    """Integers in the order of logits, cut off after 16 bits of mantissa; of equal ones the first expert is ahead."""
+    """Map logits to integers in their order, with 16 or 17 bits of mantissa; the first of equal experts wins."""
     bits = logit.to(gl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -EXPERTS) | (EXPERTS - 1 - expert)
 
 
 @gluon.jit
 def shares_of(tiles, shares, SHAPE: gl.constexpr):
-    """The share of each tile's expert, like the tiles' numbers (tiles,)."""
+    """Return the share of each tile's expert, in the layout of `tiles` (tiles,)."""
     layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, SHAPE.value.chosen], [32, 1], [8, 1], [1, 0]))
     place = gl.arange(0, SHAPE.value.chosen, layout)
     of_tile: gl.constexpr = gl.SliceLayout(1, layout.parent)

@@ -1,4 +1,4 @@
-"""GEMV of the rows of W that a program has in shared memory: 8 warps take slices of K each.
+"""GEMV of a program's rows of W in shared memory; each of 8 warps multiplies its own slices of K.
 
 Tensor cores multiply 16 rows of W at a time, two tiles.
 """
@@ -20,7 +20,7 @@ FLAT3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 @gluon.jit
 def allocate_sums(SHAPE: gl.constexpr):
-    """Shared memory for the sums of a program's tiles, of gate and up apart: what `gemv` leaves."""
+    """Allocate shared memory for the sums of tiles that `gemv` stores, separate for gate and up."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return gl.allocate_shared_memory(gl.float32, [2 * SHAPE.value.most_tiles, SLICES, 8], layout)
 
@@ -35,11 +35,11 @@ def gemv(
     N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, operand, scales, smem, ready, empty, sums, slot, phase,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """W (N, K) times the vector, for all tiles of a program; leave each slice's sums in `sums`.
+    """Multiply a program's tiles of W (N, K) by the vector; store each warp's sums in `sums`.
 
     GATED: W has as many rows of `up` after those of `gate`; their sums follow. operand: see `store_operand`. scales:
-    of each of the program's slots of W, where they differ by columns, or an empty tuple. Returns the slot after the
-    last one, its phase, and how many slots before it wait for their release.
+    of the program's slots of W, see `down_scales`, or an empty tuple. Returns the slot after the last one, its phase,
+    and how many slots before it must still be released.
     """
     S: gl.constexpr = smem.shape[1]
     ORDER: gl.constexpr = order(SHAPE, N, K, 2 if GATED else 1)
@@ -59,7 +59,7 @@ def _gemv_by_tiles(
     x, scales, N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, smem, ready, empty, sums, slot, phase,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Some tiles at a time. Those of gate and up take turns."""
+    """Multiply some tiles at a time, alternately of gate and up if GATED."""
     S: gl.constexpr = smem.shape[1]
     P: gl.constexpr = SHAPE.value.programs
     TIMES: gl.constexpr = 2 if GATED else 1
@@ -87,7 +87,7 @@ def _gemv_tiles(
     x, scales, begin, num_tiles, AT_ONCE: gl.constexpr, K: gl.constexpr, TIMES: gl.constexpr, smem, ready, sums, slot,
     phase, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Tiles from `begin` on. The wait comes first: instructions of different tiles take turns."""
+    """Multiply tiles from `begin` on. Waits for all their slots first, so that instructions of tiles interleave."""
     S: gl.constexpr = smem.shape[1]
     SLOTS: gl.constexpr = SHAPE.value.slots
     CHUNKS: gl.constexpr = num_chunks(K, S)
@@ -96,7 +96,7 @@ def _gemv_tiles(
     found = ()
     for i in gl.static_range(0, AT_ONCE, 2):
         y = gl.zeros([S, 16, 8], gl.float32, SUMS)
-        for chunk in gl.static_range(CHUNKS):  # a sum for each, so that none waits for another
+        for chunk in gl.static_range(CHUNKS):  # each chunk has its own sum, so that none waits for another
             one, _ = following(slot, phase, i * CHUNKS + chunk, SLOTS)
             other, _ = following(slot, phase, min(i + 1, AT_ONCE - 1) * CHUNKS + chunk, SLOTS)
             scale = scales[i // 2 * CHUNKS + chunk] if len(scales) > 0 else 1.0
@@ -111,7 +111,7 @@ def _gemv_tiles(
 
 @gluon.jit
 def sum_slices(sums, IS_UP: gl.constexpr, SHAPE: gl.constexpr):
-    """(tiles, 8) from what warps have left."""
+    """Add up the sums of all warps: (tiles, 8)."""
     TILES: gl.constexpr = SHAPE.value.most_tiles
     all_sums = sums._reinterpret(gl.float32, [2 * TILES, SLICES, 8], FLAT3)
     return gl.sum(all_sums.slice(TILES if IS_UP else 0, TILES).load(ADDED), axis=1)
@@ -119,13 +119,13 @@ def sum_slices(sums, IS_UP: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def tile_numbers(SHAPE: gl.constexpr):
-    """The program's tiles of a weight, and numbers beyond (tiles,)."""
+    """Return the indices of the program's tiles of a weight (tiles,); the last ones may be beyond its end."""
     tiles = gl.arange(0, SHAPE.value.most_tiles, gl.SliceLayout(1, gl.SliceLayout(1, ADDED)))
     return gl.program_id(0) + tiles * SHAPE.value.programs
 
 
 @gluon.jit
 def tile_rows(N: gl.constexpr, SHAPE: gl.constexpr):
-    """Rows of W in the program's tiles (tiles, 8), and which there are."""
+    """Return the rows of W in the program's tiles (tiles, 8), and a mask of the rows that exist."""
     rows = tile_numbers(SHAPE)[:, None] * 8 + gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, ADDED)))[None, :]
     return rows, rows < N

@@ -1,11 +1,11 @@
-"""The kernel: consumer warps go through all layers of a decoder for one row, after what producer warps have loaded.
+"""The kernel: consumer warps compute all layers of a decoder for one row from data that producer warps load.
 
     y = W_o attend(rotate(norm(W_qkv norm(x)))) + x,  x = W_down (silu(W_gate norm(y)) * W_up norm(y)) + y
 
-or the sum over a token's experts of such MLPs, from the token's row of the embedding to the final norm.
+or the sum of such MLPs over a token's experts, from the token's row of the embedding to the final norm.
 
-Programs, one for each multiprocessor, have tiles of 8 rows of each W. They wait for each other only by reading words
-(`ll_protocol.py`), so all must run at once: it is a cooperative launch.
+Programs, one per multiprocessor, have tiles of 8 rows of each W. They wait for each other by polling words
+(`ll_protocol.py`), so all must run at once: the launch is cooperative.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kernels.gpu.persistent.stream import ADDRESSES, DOWN, GATE_UP, OUTPUT, QKV,
 
 @gluon.jit
 def _ask_for_norms(norms_ptr, layer, SHAPE: gl.constexpr):
-    """Bring the layer's norms into the L2 cache, a line by each program."""
+    """Prefetch the layer's norms into the L2 cache, a line per program."""
     at = norms_ptr + layer * SHAPE.value.norms + gl.program_id(0) * 64
     if gl.program_id(0) * 64 < SHAPE.value.norms:
         prefetch(at)
@@ -57,7 +57,7 @@ def _project(
     in_ptr, residual_ptr, out_ptr, K: gl.constexpr, flag, operand, scale, scales, smem, ready, empty, sums, slot,
     phase, stamps, STAGE: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply W (hidden, K) by a vector of other programs, and add the program's own rows of the residual.
+    """Multiply W (hidden, K) by a vector from other programs and add the program's rows of the residual.
 
     scale: of the program's rows. scales: see `gemv`.
     """
@@ -81,7 +81,7 @@ def _route(
     router_ptr, flag, layer, operand, squares, eps, smem, ready, empty, sums, slot, phase, logits, keys, experts,
     shares, is_chosen, stamps, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Compute the program's rows of the router's logits, if it has any, and choose the token's experts from all."""
+    """Compute the program's rows of the router's logits, if it has any, and choose the token's experts."""
     EXPERTS: gl.constexpr = SHAPE.value.experts
     H: gl.constexpr = SHAPE.value.hidden
     if gl.program_id(0) < EXPERTS // 8:
@@ -100,7 +100,7 @@ def _gate_up(
     gated_ptr, scales_ptr, flag, operand, squares, eps, ring, ready, empty, sums, slot, phase, experts, shares,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Store the program's rows of silu(W_gate x) * W_up x, of experts times their shares."""
+    """Store the program's rows of silu(W_gate x) * W_up x, with experts multiplied by their shares."""
     H: gl.constexpr = SHAPE.value.hidden
     INNER: gl.constexpr = SHAPE.value.inner
     gate_scale, up_scale = gate_up_scales(scales_ptr, experts, SHAPE)
@@ -123,7 +123,7 @@ def _consume(
     smem, ready, empty, experts, is_chosen, num_layers, num_keys, kv_slot, eps, scale, layer_stride, block_stride,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """embedding_ptr, rotation_ptr: of the token and of its position. hidden_ptr: bfloat16 (hidden,), written."""
+    """embedding_ptr, rotation_ptr: rows of the token and of its position. hidden_ptr: bfloat16 (hidden,), output."""
     x_ptr, y_ptr, qkv_ptr, absorbed_ptr, partial_ptr, latent_ptr, attended_ptr, router_ptr, gated_ptr, epoch_ptr = (
         words
     )
@@ -144,7 +144,7 @@ def _consume(
     ring = weight_slots(smem, SHAPE)
     epoch = gl.load(epoch_ptr)
     norm = load_vector(norms_ptr, H)
-    if program < H // 8:  # as `before` of the first layer; others read the embedding themselves
+    if program < H // 8:  # the residual of the first layer; x is read from the embedding by each program
         own = gl.load(embedding_ptr + hidden_rows, mask=has_hidden, other=0.0).to(gl.float32)
         gl.store(x_ptr + hidden_rows, flagged(own, epoch & 1), mask=has_hidden)
     of_qkv, of_bias = scales_of(weights_ptr, QKV, SHAPE), biases_of(weights_ptr, SHAPE)
@@ -164,7 +164,7 @@ def _consume(
         else:
             x = receive_vector(x_ptr, flag ^ 1, H, PADDED)
         stamp(stamps, "qkv", SHAPE)
-        operand, sums = allocate_operand(SHAPE), allocate_sums(SHAPE)  # attention has other uses for their memory
+        operand, sums = allocate_operand(SHAPE), allocate_sums(SHAPE)  # attention reuses their memory
         store_operand(x * norm, 0, operand)
         store_squares(x, squares)
         slot, phase, count = gemv(QKV_ROWS, H, False, operand, (), ring, ready, empty, sums, slot, phase, SHAPE)
@@ -228,10 +228,10 @@ def _consume(
         store_squares(x, squares)
         normed = x * load_vector(final_norm_ptr, H) * inverse_root(squares, eps, H)
         store_vector(hidden_ptr, normed, H)
-        gl.store(epoch_ptr, epoch + num_layers)  # all programs have read it: their words were needed
+        gl.store(epoch_ptr, epoch + num_layers)  # all programs have read it, since x depends on words of each
 
 
-@gluon.jit(  # a row's inputs lie anywhere in those of all rows, and one compilation takes seconds
+@gluon.jit(  # the inputs are a row of the batch's, of any alignment, and compiling takes seconds
     do_not_specialize=["num_layers"],
     do_not_specialize_on_alignment=["token_ptr", "position_ptr", "length_ptr", "slot_ptr", "table_ptr"],
 )
@@ -241,7 +241,7 @@ def decoder_kernel(
     router_ptr, gated_ptr, epoch_ptr, stamps_ptr, num_layers, eps, scale, layer_stride, block_stride,
     TEXT: gl.constexpr,
 ):  # fmt: skip
-    """One step of one row, see `PersistentDecoder`. TEXT: of the shape.
+    """Compute one step of one row, see `PersistentDecoder`. TEXT: `Shape.text`.
 
     weights_ptr: int64 (layers, NUM_ADDRESSES), addresses. norms_ptr: (layers, norms). x_ptr to gated_ptr: words, see
     ll_protocol.py. epoch_ptr: int32, layers computed so far. scale: of scores, times log2(e).
@@ -256,10 +256,10 @@ def decoder_kernel(
         mbarrier.init(empty.index(i), count=1)
     experts = gl.allocate_shared_memory(gl.int32, [SHAPE.value.chosen], FLAT)
     is_chosen = ready
-    if SHAPE.value.experts:  # else unused: its bytes would get other data, which a context switch would overwrite
+    if SHAPE.value.experts:  # if unused, its bytes would get other data, which a context switch would overwrite
         is_chosen = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(is_chosen.index(0), count=1)
-    num_keys = gl.maximum(gl.load(length_ptr), 1)  # a row of nobody attends to its own key
+    num_keys = gl.maximum(gl.load(length_ptr), 1)  # an unused row attends to its own key
     token = gl.maximum(gl.load(token_ptr), 0)
     of_token = embedding_ptr + token * SHAPE.value.hidden
     rotation = rotary_ptr + gl.load(position_ptr).to(gl.int64) * (2 * SHAPE.value.rotated)

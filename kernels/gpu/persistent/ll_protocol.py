@@ -1,7 +1,7 @@
-"""Vectors between programs of a running kernel: the lowest bit of each float32 says which layer wrote it.
+"""Exchange of vectors between programs of a running kernel: a float32's lowest bit says which layer wrote it.
 
 As in NCCL's LL protocol, each word carries its flag, so programs need no fence and no barrier. One bit is enough: a
-program overwrites a word in the next layer, after outputs of all programs that have read it.
+program overwrites a word in the next layer, after it has received outputs of all programs that read the word.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
 
 @triton.constexpr_function
 def load_once(n: int) -> tuple[str, str]:
-    """Return assembly that computes the addresses of n words, and that loads them by fours at most.
+    """Return assembly that computes the addresses of n words, and assembly that loads them, up to four at a time.
 
-    Operands: the words; then of each the base address, and its number.
+    Operands: the n words loaded, their base addresses, their indices.
     """
     width = min(n, 4)
     kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[width]
@@ -38,11 +38,11 @@ def asking_load(n: int) -> str:
 
 @triton.constexpr_function
 def waiting_load(n: int, is_shared: bool, are_asked: bool) -> str:
-    """Return assembly that loads n words until all are flagged; are_asked: from the second time on.
+    """Return assembly that loads n words until all are flagged; are_asked: the first load was done before.
 
-    Operands: as above, then of each the flag, and what was loaded the first time. A thread with more than four words,
-    or where all warps wait for the same ones, polls the first one, by lane 0 alone, before it loads all again: by all
-    lanes it would delay the stores.
+    Operands: those of `load_once`, then each word's flag, and with are_asked the result of its first load. With more
+    than four words per thread, or if all warps wait for the same words (is_shared), only lane 0 polls its first word
+    before all lanes load again: polling by all lanes would delay the stores.
     """
     both: tuple[str, str] = load_once(n)
     addresses, loads = both
@@ -63,13 +63,13 @@ def waiting_load(n: int, is_shared: bool, are_asked: bool) -> str:
 
 @triton.constexpr_function
 def constraints(n: int, per_word: int) -> str:
-    """per_word: operands of each word but itself and the base address."""
+    """Return the constraints of n words' operands. per_word: 32-bit input operands of each word."""
     return ",".join(["=&r"] * n + ["l"] * n + ["r"] * per_word * n)
 
 
 @gluon.jit
 def receive(ptr, words, flag, N: gl.constexpr, IS_SHARED: gl.constexpr = False):
-    """The numbers that other programs store at `ptr + words`, N of a thread, as soon as all are flagged."""
+    """Return the numbers that other programs store at `ptr + words`, N per thread, as soon as all are flagged."""
     return gl.inline_asm_elementwise(
         waiting_load(N, IS_SHARED, False), constraints(N, 2), [ptr, words, flag], dtype=gl.float32, is_pure=False,
         pack=N,
@@ -78,7 +78,7 @@ def receive(ptr, words, flag, N: gl.constexpr, IS_SHARED: gl.constexpr = False):
 
 @gluon.jit
 def ask(ptr, words, N: gl.constexpr):
-    """Load the numbers at `ptr + words`, flagged or not, N of a thread: for `receive_asked`, after other work."""
+    """Load the words at `ptr + words`, flagged or not, N per thread, for `receive_asked` after other work."""
     return gl.inline_asm_elementwise(
         asking_load(N), constraints(N, 1), [ptr, words], dtype=gl.int32, is_pure=False, pack=N
     )
@@ -86,7 +86,7 @@ def ask(ptr, words, N: gl.constexpr):
 
 @gluon.jit
 def receive_asked(asked, ptr, words, flag, N: gl.constexpr):
-    """Return what `receive` does, from words that were asked for before."""
+    """Return what `receive` does; `asked` has the words that `ask` loaded."""
     return gl.inline_asm_elementwise(
         waiting_load(N, False, True), constraints(N, 3), [ptr, words, flag, asked], dtype=gl.float32, is_pure=False,
         pack=N,
@@ -95,14 +95,14 @@ def receive_asked(asked, ptr, words, flag, N: gl.constexpr):
 
 @gluon.jit
 def ask_for_piece(ptr, K, PADDED: gl.constexpr):
-    """Ask for K words, PADDED at most, for `receive_piece`."""
+    """Load K words, at most PADDED, for `receive_piece`; see `ask`."""
     ks = gl.arange(0, PADDED, VECTOR)
     return ask(ptr, gl.where(ks < K, ks, ks % 4), PADDED // 256)
 
 
 @gluon.jit
 def receive_piece(asked, ptr, flag, K, PADDED: gl.constexpr):
-    """Return what `receive_vector` does, from words that were asked for before."""
+    """Return what `receive_vector` does; `asked` has the words that `ask_for_piece` loaded."""
     ks = gl.arange(0, PADDED, VECTOR)
     x = receive_asked(asked, ptr, gl.where(ks < K, ks, ks % 4), flag, PADDED // 256)
     return gl.where(ks < K, x, 0.0)
@@ -110,13 +110,13 @@ def receive_piece(asked, ptr, flag, K, PADDED: gl.constexpr):
 
 @gluon.jit
 def flagged(numbers, flag):
-    """float32 numbers as words with the flag."""
+    """Convert float32 numbers to words with the flag."""
     return (numbers.to(gl.int32, bitcast=True) & -2) | flag
 
 
 @gluon.jit
 def receive_vector(ptr, flag, K, PADDED: gl.constexpr):
-    """(PADDED,), zeros beyond K, a part for each thread."""
+    """Receive a vector of K numbers as (PADDED,), with zeros beyond K; each thread holds a part."""
     ks = gl.arange(0, PADDED, VECTOR)
     inside = gl.where(ks < K, ks, ks % 4)
     return gl.where(ks < K, receive(ptr, inside, flag, PADDED // 256), 0.0)
@@ -124,7 +124,7 @@ def receive_vector(ptr, flag, K, PADDED: gl.constexpr):
 
 @gluon.jit
 def load_vector(ptr, K: gl.constexpr):
-    """Load bfloat16 that no program writes, as `receive_vector` does."""
+    """Load K bfloat16 numbers, which no program writes, in the layout of `receive_vector`."""
     ks = gl.arange(0, triton.next_power_of_2(K), VECTOR)
     at = gl.max_contiguous(gl.multiple_of(ptr + ks, [8]), [4])
     return gl.load(at, mask=ks < K, other=0.0).to(gl.float32)
@@ -132,6 +132,6 @@ def load_vector(ptr, K: gl.constexpr):
 
 @gluon.jit
 def store_vector(ptr, x, K: gl.constexpr):
-    """K numbers of what `load_vector` and `receive_vector` return, as bfloat16."""
+    """Store the first K numbers of a vector of `load_vector` or `receive_vector` as bfloat16."""
     ks = gl.arange(0, triton.next_power_of_2(K), VECTOR)
     gl.store(gl.max_contiguous(gl.multiple_of(ptr + ks, [8]), [4]), x.to(gl.bfloat16), mask=ks < K)

@@ -1,4 +1,4 @@
-"""How producer warps ask for bytes, half a slot at a time, and how many halves are on their way."""
+"""Asynchronous copies of producer warps, half a slot at a time, with a limit on halves in flight."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from kernels.gpu.persistent.ring import DIMS, following
 
-# (slices of K, rows, dims), 16 bytes a thread
+# (slices of K, rows, dims), 16 bytes per thread
 OF_BFLOAT16 = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
 OF_E4M3 = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 4, 8], [4, 1, 1], [2, 1, 0]))
 
 
 @gluon.jit
 def sent(share, AHEAD: gl.constexpr):
-    """What was asked for is a group; wait until fewer than AHEAD are on their way, or they delay words.
+    """Commit the copies as a group and wait until fewer than AHEAD are in flight, since more would delay words.
 
-    Programs get bandwidth by what they have on its way. Where some have a tile more than most, these ask for more
-    (share 1) and the others for less (-1), so that all finish together.
+    Programs get bandwidth in proportion to their bytes in flight. If some have a tile more than most, they have more
+    in flight (share 1) and the others less (-1), so that all finish together.
     """
     async_copy.commit_group()
     if share > 0:
@@ -31,7 +31,7 @@ def sent(share, AHEAD: gl.constexpr):
 
 @gluon.jit
 def put_chunk(weight, first_row, i, K: gl.constexpr, share, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """Chunk i of 8 rows of W (any, K). share: see `sent`."""
+    """Load chunk i of 8 rows of W (any, K). share: see `sent`."""
     HALF: gl.constexpr = smem.shape[1] // 2  # slices
     k_slice, row = slices_and_rows(smem, HALF)
     of_row = first_row.to(gl.int64) * K + row[None, :] * K + k_slice[:, None] * DIMS
@@ -46,7 +46,7 @@ def put_chunk(weight, first_row, i, K: gl.constexpr, share, smem, ready, empty, 
 
 @gluon.jit
 def slices_and_rows(smem, HALF: gl.constexpr):
-    """Numbers of a half slot's slices of K, and of its rows."""
+    """Return the indices of a half slot's slices of K, and of its rows."""
     LAYOUT: gl.constexpr = OF_E4M3 if smem.dtype == gl.float8e4nv else OF_BFLOAT16
     k_slice = gl.arange(0, HALF, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     return k_slice, gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
@@ -54,7 +54,7 @@ def slices_and_rows(smem, HALF: gl.constexpr):
 
 @gluon.jit
 def put_half(rows, inside, half: gl.constexpr, share, smem, slot, SHAPE: gl.constexpr):
-    """Half of a slot: DIMS numbers from each of the pointers on (half of its slices, 8)."""
+    """Load half of a slot: DIMS numbers from each of the pointers `rows` (half of its slices, 8) on."""
     HALF: gl.constexpr = smem.shape[1] // 2
     IS_E4M3: gl.constexpr = smem.dtype == gl.float8e4nv
     LAYOUT: gl.constexpr = OF_E4M3 if IS_E4M3 else OF_BFLOAT16

@@ -1,6 +1,7 @@
-"""GEMVs of long rows: the ring holds few of them, and registers no vector.
+"""GEMVs of long rows, of which the ring holds few.
 
-By chunks, all tiles of a program take turns; by pairs, two of them; by pieces, the vector comes as it is needed.
+By chunks: a chunk of all tiles of a program at a time. By pairs: a chunk of two tiles at a time, with the vector in
+registers. By pieces: a chunk of all tiles at a time, while the vector is received a piece at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def chunks_at_once(shape: Shape, n: int, k: int, slices: int) -> int:
 
 @gluon.jit
 def _zeros(N: gl.constexpr, S: gl.constexpr, SHAPE: gl.constexpr):
-    """Sums of a program's pairs of tiles, see `multiply`."""
+    """Return zero sums for each of a program's pairs of tiles, see `multiply`."""
     acc = ()
     for _ in gl.static_range(num_pairs(SHAPE, N)):
         zeros = gl.zeros([S, 16, 8], gl.float32, SUMS)
@@ -45,7 +46,7 @@ def _add_chunk(
     acc, x, scales, chunk: gl.constexpr, N: gl.constexpr, K: gl.constexpr, smem, slot, phase, offset,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Sums of pairs of tiles, and what a chunk of all tiles adds. offset: from `slot` to it."""
+    """Add a chunk's products for all tiles to the sums of pairs. offset: of the chunk's first slot from `slot`."""
     SLOTS: gl.constexpr = SHAPE.value.slots
     LAST: gl.constexpr = (N // 8 - 1) // SHAPE.value.programs
     sums_now = ()
@@ -72,7 +73,7 @@ def gemv_by_pairs(
     N: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, operand, smem, ready, empty, sums, slot, phase,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """A chunk of two tiles at a time, of gate and up where there are both. Its slots are released at once."""
+    """Multiply a chunk of two tiles at a time, of gate and up if GATED; release its slots at once."""
     S: gl.constexpr = smem.shape[1]
     P: gl.constexpr = SHAPE.value.programs
     SLOTS: gl.constexpr = SHAPE.value.slots
@@ -95,7 +96,7 @@ def gemv_by_pairs(
             sums.index(begin // 2 + TILES).store(other)
         else:
             sums.index(begin).store(one)
-            sums.index(begin + 1).store(other)  # of a tile that there is not: nobody's
+            sums.index(begin + 1).store(other)  # without a second tile nobody reads it
     return slot, phase
 
 
@@ -103,7 +104,7 @@ def gemv_by_pairs(
 def gemv_by_chunks(
     N: gl.constexpr, K: gl.constexpr, operand, scales, smem, ready, empty, sums, slot, phase, SHAPE: gl.constexpr
 ):
-    """All tiles of a chunk, then those of the next one: x need not stay in registers."""
+    """Multiply some chunks of all tiles at a time, so that x need not stay in registers."""
     S: gl.constexpr = smem.shape[1]
     P: gl.constexpr = SHAPE.value.programs
     SLOTS: gl.constexpr = SHAPE.value.slots
@@ -130,7 +131,7 @@ def gemv_by_chunks(
 def gemv_by_pieces(
     N: gl.constexpr, K: gl.constexpr, ptr, flag, operand, smem, ready, empty, sums, slot, phase, SHAPE: gl.constexpr
 ):
-    """`gemv` by a vector too long for shared memory, which other programs store at `ptr`, a piece at a time."""
+    """Multiply as `gemv` by a vector too long for shared memory, received from `ptr` a piece at a time."""
     S: gl.constexpr = smem.shape[1]
     P: gl.constexpr = SHAPE.value.programs
     SLOTS: gl.constexpr = SHAPE.value.slots

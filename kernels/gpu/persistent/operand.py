@@ -1,10 +1,10 @@
-"""The vector of a GEMV as tensor cores take it, in shared memory, and their product.
+"""The vector x of a GEMV as a tensor-core operand in shared memory, and the multiplication by it.
 
-They multiply by 8 columns at a time, of which a vector is one. So x is two columns, its bfloat16 and what that
-leaves: y is as exact as with x of 16 bits of mantissa.
+Tensor cores multiply by 8 columns at a time, of which a vector needs one. So x is split into two columns, x rounded
+to bfloat16 and the remainder: y is as exact as with 16 bits of mantissa in x.
 
-e4m3 becomes float16 in one instruction for two numbers; to bfloat16 it would take eight. So x is float16 there, as
-two columns again, and each slice of K of its own scale, a power of two: float16 has few exponents.
+One instruction converts two e4m3 numbers to float16; to bfloat16 it would take eight. So with e4m3 weights x is two
+columns of float16, and each slice of K has its own scale, a power of two, since float16 has few exponents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.gpu.persistent.ring import COLUMNS, DIMS, SLICES
 from kernels.gpu.persistent.shape import CHUNK, PIECE, Shape
 
 LENGTH = gl.constexpr(PIECE)
-WIDTH = gl.constexpr(8)  # neighbours along K in a thread
+WIDTH = gl.constexpr(8)  # neighbouring numbers along K per thread
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # (slices of K, rows of W, columns)
 OF_W = gl.constexpr(gl.DotOperandLayout(0, SUMS, WIDTH))
 OF_TILE = gl.constexpr(gl.DotOperandLayout(1, SUMS, WIDTH))  # (slices of K, DIMS, rows), as in OF_W
@@ -35,9 +35,9 @@ def has_short_vector(shape: Shape) -> bool:
 
 @gluon.jit
 def allocate_operand(SHAPE: gl.constexpr):
-    """Shared memory for the longest vector, see `store_operand`.
+    """Allocate shared memory for the longest vector, see `store_operand`.
 
-    A vector of one chunk fills half a slot of e4m3. What follows it meets zeros of W, and must be finite.
+    A vector of one chunk fills half a slot of e4m3. The other half is multiplied by zeros of W and must be finite.
     """
     NUMBER: gl.constexpr = gl.float16 if SHAPE.value.is_e4m3 else gl.bfloat16
     SIZE: gl.constexpr = SHAPE.value.columns
@@ -67,21 +67,21 @@ def _to_float16(x):
 
 @gluon.jit
 def split_bfloat16(x):
-    """float32 as two bfloat16: x rounded, and what that leaves."""
+    """Split float32 into two bfloat16: x rounded, and the remainder."""
     high = _to_bfloat16(x)
     return high, _to_bfloat16(x - high.to(gl.float32))
 
 
 @gluon.jit
 def _split_float16(x):
-    """float32 below the most of float16 as two of these: x rounded, and what that leaves."""
+    """Split float32 within the range of float16 into two float16: x rounded, and the remainder."""
     high = _to_float16(x)
     return high, _to_float16(x - high.to(gl.float32))
 
 
 @gluon.jit
 def _in_columns(high, low, column):
-    """`high` in column 0, `low` in column 1, zeros in the others."""
+    """Return `high` in column 0, `low` in column 1, and zeros in the others."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 t; and.b32 t, $1, $3; and.b32 $0, $2, $5; or.b32 $0, $0, t; }", "=&r,r,r,r,r,r,r",
         [high, low, gl.where(column == 0, -1, 0), gl.where(column == 1, -1, 0)], dtype=high.dtype, is_pure=True,
@@ -91,17 +91,17 @@ def _in_columns(high, low, column):
 
 @gluon.jit
 def _normalized(x, scales):
-    """x (COLUMNS,) times powers of two, so that the largest of a slice is 2^14 or more; `scales` undo it."""
+    """Scale x (COLUMNS,) by a power of two per slice, whose largest number becomes 2^14 or more; `scales` undo it."""
     of_slices = x.reshape([SLICES, DIMS])
     exponent = gl.max(gl.abs(of_slices), axis=1).to(gl.int32, bitcast=True) >> 23
-    exponent = gl.maximum(exponent, 15)  # so that both are normal
+    exponent = gl.maximum(exponent, 15)  # so that both powers of two are normal
     scales.store(((exponent - 14) << 23).to(gl.float32, bitcast=True))
     return (of_slices * ((268 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]).reshape([COLUMNS])
 
 
 @gluon.jit
 def _part(x, i, SIZE: gl.constexpr):
-    """Part i of shared memory in parts of SIZE; where these are smaller than its rows, i is a constant."""
+    """Return part i of SIZE numbers of shared memory; if parts are smaller than its rows, i must be a constant."""
     TIMES: gl.constexpr = x.shape[1] // SIZE
     part = x.index(i // TIMES)
     if TIMES > 1:
@@ -111,10 +111,10 @@ def _part(x, i, SIZE: gl.constexpr):
 
 @gluon.jit
 def store_operand(x, first, operand):
-    """Numbers of a vector from chunk `first` on, of which each thread has a part, as two of 16 bits. Beyond: zeros.
+    """Store x, the vector from chunk `first` on with zeros after its end, split into pairs of 16-bit numbers.
 
-    operand: shared memory for the higher and the lower ones (slots of W, their columns), and for the scales of
-    float16 (slots of W, their slices).
+    operand: shared memory for the rounded numbers and for the remainders (slots of W, their columns), and for the
+    scales of float16 (slots of W, their slices).
     """
     highs, lows, scales = operand
     if first * COLUMNS >= highs.shape[0] * highs.shape[1]:
@@ -134,13 +134,13 @@ def store_operand(x, first, operand):
 
 @gluon.jit
 def receive_operand(ptr, flag, K: gl.constexpr, operand):
-    """A vector that other programs store."""
+    """Receive a vector of K numbers that other programs store at `ptr`, and store it as the operand."""
     store_operand(receive_vector(ptr, flag, K, triton.next_power_of_2(K)), 0, operand)
 
 
 @gluon.jit
 def chunk_of(operand, i, S: gl.constexpr):
-    """The vector for slot i of a row of W, of S slices: (S, DIMS, 8), and their scales (S, 1, 1)."""
+    """Load the part of the vector for slot i of a row of W: S slices (S, DIMS, 8), and their scales (S, 1, 1)."""
     highs, lows, scales = operand
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OF_X)))
     column = gl.expand_dims(gl.expand_dims(column, 0), 1)
@@ -156,7 +156,7 @@ def chunk_of(operand, i, S: gl.constexpr):
 
 @gluon.jit
 def chunks_of(operand, COUNT: gl.constexpr, S: gl.constexpr):
-    """All of the vector for a row of W of COUNT slots, in registers."""
+    """Load the whole vector, for rows of W of COUNT slots, into registers."""
     x = ()
     for i in gl.static_range(COUNT):
         x = x + (chunk_of(operand, i, S),)  # type: ignore[assignment]  # noqa: RUF005  Triton's tuples unpack nothing
@@ -165,7 +165,7 @@ def chunks_of(operand, COUNT: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def multiply(x, one, other, scale):
-    """What each slice of K adds to 16 rows of W, of two tiles, for both columns of x: (slices of K, 16, 8).
+    """Multiply 16 rows of W, two tiles, by both columns of x, with a sum for each slice of K: (slices of K, 16, 8).
 
     x: see `chunk_of`. one, other: slots. scale: of the rows and slices, or 1.
     """
@@ -184,7 +184,7 @@ def multiply(x, one, other, scale):
 
 @gluon.jit
 def sum_columns(y):
-    """Add up both columns of x, and the slices of each warp: (SLICES, 8) of each tile."""
+    """Add up both columns of x, and the slices of each warp: (SLICES, 8) for each of the two tiles."""
     if y.shape[0] > SLICES:
         y = gl.sum(y.reshape([y.shape[0] // SLICES, SLICES, 16, 8]), axis=0)
     return gl.sum(y, axis=2).reshape([SLICES, 2, 8]).permute((0, 2, 1)).split()
@@ -192,13 +192,13 @@ def sum_columns(y):
 
 @gluon.jit
 def store_squares(x, squares):
-    """Each warp's sum of squares of its part of x, in shared memory."""
+    """Store each warp's sum of squares of its part of x in shared memory."""
     of_slices = gl.sum((x * x).reshape([x.shape[0] // COLUMNS, SLICES, DIMS]), axis=2)
     squares.store(gl.sum(of_slices, axis=0))
 
 
 @gluon.jit
 def inverse_root(squares, eps, K: gl.constexpr):
-    """1 / RMS."""
+    """Return 1 / RMS of K numbers from the sums of `store_squares`."""
     everywhere: gl.constexpr = gl.BlockedLayout([8], [32], [8], [0])
     return gl.rsqrt(gl.sum(squares.load(everywhere), axis=0) / K + eps)

@@ -1,4 +1,4 @@
-"""What the kernel computes, by torch in float32."""
+"""Reference of the persistent kernel, in torch and float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def decode_reference(
     shape: Shape, parameters: Parameters, pool: Tensor, token_ids: Tensor, positions: Tensor, lengths: Tensor,
     slots: Tensor, block_table: Tensor,
 ) -> Tensor:  # fmt: skip
-    """See `PersistentDecoder.step`: the same in float32 (1, hidden), of a row that has a length."""
+    """Compute what `PersistentDecoder.step` does, in float32 (1, hidden), for a row of length 1 or more."""
     eps, num_keys, slot = parameters.eps, int(lengths), int(slots)
     cos, sin = parameters.rotary[int(positions)].float()
     x = parameters.embedding[int(token_ids)].float()
@@ -61,7 +61,7 @@ def _attend(
     heads: Tensor, norms: Tensor, rotation: tuple[Tensor, Tensor], shape: Shape, parameters: Parameters, pool: Tensor,
     layer: int, num_keys: int, slot: int, block_table: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Outputs of all heads, next to each other, from W_qkv x; the new K and V go to the pool."""
+    """Compute the concatenated outputs of all heads from W_qkv x; store the new K and V in the pool."""
     eps, (of_q, of_k) = parameters.eps, norms.view(2, -1)
     q, k, v = torch.split(heads.view(-1, HEAD_DIM), [shape.heads, shape.kv_heads, shape.kv_heads])
     if shape.has_qk_norms:

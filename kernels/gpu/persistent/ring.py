@@ -1,4 +1,4 @@
-"""A ring of slots of shared memory that producer warps fill and consumer warps read, and what is in a slot."""
+"""A ring of slots of shared memory that producer warps fill and consumer warps read, and the layouts of slots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ except AttributeError:  # Triton 3.6
     barrier = gl.thread_barrier
 
 PRODUCERS = gl.constexpr(4)  # warps
-SLICES = gl.constexpr(8)  # of a chunk of K, one for each warp
+SLICES = gl.constexpr(8)  # per chunk of K, one for each warp
 DIMS = gl.constexpr(HEAD_DIM)
 KEYS = gl.constexpr(TILE_KEYS)
 BATCH = gl.constexpr(SOFTMAX_TILES)
 COLUMNS = gl.constexpr(CHUNK)
-# Threads read 8 neighbours of a row: two rows next to each other, or four of e4m3, fill the banks. Values are read
+# Threads read 8 neighbouring numbers of a row: two adjacent rows, or four of e4m3, fill the banks. Values are read
 # transposed.
 WEIGHTS_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0]))
 E4M3_SHARED = gl.constexpr(gl.SwizzledSharedLayout(32, 1, 4, [2, 1, 0]))
@@ -30,7 +30,7 @@ VALUES_SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 @triton.constexpr_function
 def shape_of(text: str) -> Shape:
-    """Read `Shape.text`."""
+    """Parse `Shape.text`."""
     return Shape(*map(int, text.split(",")))  # type: ignore[arg-type]  # 0 and 1 for bools
 
 
@@ -41,7 +41,7 @@ def order(shape: Shape, n: int, k: int, times: int) -> str:
 
 @gluon.jit
 def weight_slots(smem, SHAPE: gl.constexpr):
-    """The ring for weights: (slots, slices of K, 8, DIMS)."""
+    """Return the ring as slots of weights: (slots, slices of K, 8, DIMS)."""
     if SHAPE.value.is_e4m3:
         smem = smem._reinterpret(gl.float8e4nv, [SHAPE.value.slots, 2 * SLICES, 8, DIMS], E4M3_SHARED)
     return smem
@@ -49,13 +49,13 @@ def weight_slots(smem, SHAPE: gl.constexpr):
 
 @triton.constexpr_function
 def num_chunks(k: int, slices: int) -> int:
-    """Slots for k columns, of so many slices each."""
+    """Return the number of slots for k columns, with `slices` slices per slot."""
     return -(-k // (slices * HEAD_DIM))
 
 
 @gluon.jit
 def prefetch(pointers):
-    """Bring a line at each pointer into the L2 cache."""
+    """Prefetch the line at each pointer into the L2 cache."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -63,7 +63,7 @@ def prefetch(pointers):
 
 @gluon.jit
 def one_of(numbers, i, COUNT: gl.constexpr):
-    """numbers[i] of a tuple of scalars, for scalars or tensors i."""
+    """Return numbers[i] of a tuple of scalars, for a scalar or tensor i."""
     found = i * 0 + numbers[0]
     for k in gl.static_range(1, COUNT):
         found = gl.where(i == k, numbers[k], found)
@@ -72,7 +72,7 @@ def one_of(numbers, i, COUNT: gl.constexpr):
 
 @gluon.jit
 def chosen_experts(experts_smem, COUNT: gl.constexpr):
-    """The token's experts as a tuple."""
+    """Return the token's experts as a tuple."""
     layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
     experts = experts_smem.load(layout)
     places = gl.arange(0, COUNT, layout)
@@ -85,7 +85,7 @@ def chosen_experts(experts_smem, COUNT: gl.constexpr):
 
 @gluon.jit
 def following(slot, phase, count, SLOTS: gl.constexpr):
-    """The slot `count` further, and its phase."""
+    """Return the slot `count` after `slot`, and its phase."""
     slot += count
     wraps = slot >= SLOTS
     return gl.where(wraps, slot - SLOTS, slot), gl.where(wraps, phase ^ 1, phase)
@@ -93,14 +93,14 @@ def following(slot, phase, count, SLOTS: gl.constexpr):
 
 @gluon.jit
 def wait_for(ready, slot, phase, count, SLOTS: gl.constexpr):
-    """Wait until `count` slots from `slot` on are filled: the last one is when all before are."""
+    """Wait until `count` slots from `slot` on are filled; they are filled in order, so it waits for the last one."""
     last, phase = following(slot, phase, count - 1, SLOTS)
     mbarrier.wait(ready.index(gl.maximum(last, 0)), phase, pred=count > 0)
 
 
 @gluon.jit
 def release(empty, slot, count, SLOTS: gl.constexpr):
-    """Let the last `count` slots before `slot`, which all threads have read, be filled again."""
+    """Release the last `count` slots before `slot` to the producers; all threads must have read them."""
     for i in range(count):
         at = slot - 1 - i
         mbarrier.arrive(empty.index(gl.where(at < 0, at + SLOTS, at)), count=1)
@@ -108,7 +108,7 @@ def release(empty, slot, count, SLOTS: gl.constexpr):
 
 @gluon.jit
 def tiles_of_split(num_keys, SHAPE: gl.constexpr):
-    """KV head of a program, its first tile of keys, and how many it takes; none of a program without a head."""
+    """Return a program's KV head, its first tile of keys, and its number of tiles; 0 for a program without a head."""
     SPLITS: gl.constexpr = SHAPE.value.splits
     program = gl.program_id(0)
     num_tiles = (num_keys + KEYS - 1) // KEYS

@@ -1,6 +1,7 @@
-"""Scales of e4m3 weights, one for each row, as GEMVs need them, and biases; of bfloat16 there are no scales.
+"""Scales of e4m3 weights, one per row, in the layouts of GEMVs, and biases; bfloat16 weights have no scales.
 
-Warps issue in order: what depends on a load stalls all that follows. So addresses are loaded well ahead of scales.
+Warps issue in order: an instruction that waits for a load stalls all that follow. So addresses are loaded well ahead
+of scales.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kernels.gpu.persistent.stream import BIAS, SCALES
 
 @gluon.jit
 def scales_of(addresses, WEIGHT: gl.constexpr, SHAPE: gl.constexpr):
-    """Where the scales of a weight are. addresses: of a layer."""
+    """Load the address of a weight's scales. addresses: of a layer."""
     ptr = addresses
     if SHAPE.value.is_e4m3:
         ptr = gl.load(addresses + SCALES + WEIGHT).to(gl.pointer_type(gl.float32))
@@ -25,7 +26,7 @@ def scales_of(addresses, WEIGHT: gl.constexpr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _of_rows(ptr, N: gl.constexpr, EXIST: gl.constexpr, OTHERWISE: gl.constexpr, SHAPE: gl.constexpr):
-    """Numbers of the program's rows of W (N, any), like `tile_rows`, where the model has such."""
+    """Load numbers for the program's rows of W (N, any), in the layout of `tile_rows`; without EXIST, OTHERWISE."""
     numbers = OTHERWISE
     if EXIST:
         rows, exist = tile_rows(N, SHAPE)
@@ -35,13 +36,13 @@ def _of_rows(ptr, N: gl.constexpr, EXIST: gl.constexpr, OTHERWISE: gl.constexpr,
 
 @gluon.jit
 def row_scales(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
-    """Scales of the program's rows of W (N, any), or 1."""
+    """Load scales of the program's rows of W (N, any), or return 1."""
     return _of_rows(ptr, N, SHAPE.value.is_e4m3, 1.0, SHAPE)
 
 
 @gluon.jit
 def biases_of(addresses, SHAPE: gl.constexpr):
-    """Where the bias of W_qkv is. addresses: of a layer."""
+    """Load the address of the bias of W_qkv. addresses: of a layer."""
     ptr = addresses
     if SHAPE.value.has_biases:
         ptr = gl.load(addresses + BIAS).to(gl.pointer_type(gl.bfloat16))
@@ -50,13 +51,13 @@ def biases_of(addresses, SHAPE: gl.constexpr):
 
 @gluon.jit
 def row_biases(ptr, N: gl.constexpr, SHAPE: gl.constexpr):
-    """What is added to the program's rows of W (N, any) x, or 0."""
+    """Load biases of the program's rows of W (N, any), or return 0."""
     return _of_rows(ptr, N, SHAPE.value.has_biases, 0.0, SHAPE)
 
 
 @gluon.jit
 def gate_up_scales(ptr, experts, SHAPE: gl.constexpr):
-    """Scales of the program's rows of gate, and of up. experts: shared memory for the token's."""
+    """Load scales of the program's rows of gate, and of up. experts: the token's, in shared memory."""
     INNER: gl.constexpr = SHAPE.value.intermediate
     scales = 1.0, 1.0
     if SHAPE.value.is_e4m3:
@@ -72,9 +73,9 @@ def gate_up_scales(ptr, experts, SHAPE: gl.constexpr):
 
 @gluon.jit
 def down_scales(ptr, experts, smem, SHAPE: gl.constexpr):
-    """Scales of the token's experts' rows of W_down for two of the program's slots each (slices of K, 16, 1).
+    """Load scales of the token's experts' rows of W_down, for a chunk of two tiles each: (slices of K, 16, 1).
 
-    Chunks of one pair of tiles, then those of the next, as `gemv` takes them; an empty tuple where scales do not
+    The chunks of one pair of tiles, then those of the next one, as `gemv` expects; an empty tuple if scales do not
     differ by columns.
     """
     H: gl.constexpr = SHAPE.value.hidden

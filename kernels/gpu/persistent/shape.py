@@ -1,4 +1,4 @@
-"""Sizes of a model as the kernel's compile-time constant, and what follows from them."""
+"""Sizes of a model as the kernel's compile-time constant, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import triton
 
 HEAD_DIM = 128
 LATENT_RANK, ROPE_DIM = 512, 64  # of latent attention
-LATENT_ROWS = 64  # of W_UK^T that a program multiplies
-NUM_ADDRESSES = 12  # of a layer: those of its weights, of scales of four of them, of the bias of W_qkv, of W_UK, W_UV
-CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, of 8 rows
-PIECE = 4096  # columns of a vector that are received and multiplied at a time, of one of more than two pieces
-MAX_CHUNKS = 4  # of a vector that stays in registers with several tiles
-MAX_SPLITS = 64  # of a KV head's keys: no model of one head has run
-MAX_PAIR_CHUNKS = 5  # of one that does with a pair
-TILE_KEYS = 64  # of K or V in a slot
+LATENT_ROWS = 64  # rows of W_UK^T that a program multiplies
+NUM_ADDRESSES = 12  # per layer: five weights, the scales of four of them, the bias of W_qkv, W_UK, W_UV
+CHUNK = 1024  # columns of a bfloat16 W in a slot of shared memory, which has 8 rows
+PIECE = 4096  # numbers that are received and multiplied at a time of a vector of more than two pieces
+MAX_CHUNKS = 4  # a vector of fewer chunks stays in registers for several tiles
+MAX_SPLITS = 64  # of a KV head's keys; no model with a single KV head has been tried
+MAX_PAIR_CHUNKS = 5  # of a vector that stays in registers for a pair of tiles
+TILE_KEYS = 64  # rows of K or V in a slot
 SLOT_BYTES, MAX_SLOTS = 16 << 10, 12
-SLOTS_AT_ONCE = 6  # that are multiplied without a barrier in between: what registers hold
-HOPPERS_SHARED_BYTES = 227 << 10  # of a program
-SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added up
+SLOTS_AT_ONCE = 6  # slots multiplied without a barrier in between: as many as fit into registers
+HOPPERS_SHARED_BYTES = 227 << 10  # per program
+SOFTMAX_TILES = 2  # tiles of keys that are scored before their values are added
 
 
 @dataclass(frozen=True)
 class Shape:
-    """programs: one for each multiprocessor. slots: of a program. halves_ahead: half slots on their way at a time.
+    """programs: one per multiprocessor. slots: per program. halves_ahead: half slots whose loads may be in flight.
 
-    intermediate: of the MLP, or of an expert. experts: from which a token chooses, 0: a dense model. chosen: of a
-    token, with the shared ones, whose weights come after those of all others. normalizes: whether the shares of those
-    that it chooses add up to 1. dense_layers: so many first ones, whose MLP is cut into as many experts as a token
-    has. is_e4m3: weights but the router's are e4m3 with a scale for each row, not bfloat16.
+    intermediate: of the MLP, or of an expert. experts: number of routed experts, 0: a dense model. chosen: experts
+    per token, including the shared ones, whose weights follow those of the routed ones. normalizes: whether the
+    shares of a token's routed experts add up to 1. dense_layers: number of first layers with a dense MLP, which is
+    cut into `chosen` experts. is_e4m3: all weights but the router's are e4m3 with a scale per row, not bfloat16.
     has_qk_norms: of q's and k's heads. has_biases: of W_qkv. is_latent: W_qkv has rows of q_nope and q_rope of each
-    head, then of the latent; kv_heads: groups of 8 heads.
+    head, then of the latent; kv_heads is then the number of groups of 8 heads.
     """
 
     hidden: int
@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def text(self) -> str:
-        """The shape as Triton's hooks can write it."""
+        """The shape as a string, which Triton's hooks can serialize."""
         return ",".join(str(int(each)) for each in astuple(self))
 
     @property
@@ -74,28 +74,28 @@ class Shape:
 
     @property
     def inner(self) -> int:
-        """Columns of W_down, of all experts of a token."""
+        """Columns of W_down for all experts of a token."""
         return self.intermediate * self.chosen
 
     @property
     def splits(self) -> int:
-        """Programs that share the keys of a KV head, a power of two."""
+        """Number of programs that split the keys of a KV head, a power of two."""
         return 1 << max(self.programs // self.kv_heads, 1).bit_length() - 1
 
     def tiles(self, n: int) -> int:
-        """Tiles of 8 rows of W that a program multiplies at most, of n rows."""
+        """Return the largest number of 8-row tiles that a program multiplies of a W of n rows."""
         return -(-n // 8 // self.programs)
 
     @property
     def columns(self) -> int:
-        """Columns of W in a slot, but for the router's, which has CHUNK."""
+        """Columns of W in a slot; the router's have CHUNK."""
         return 2 * CHUNK if self.is_e4m3 else CHUNK
 
     def order(self, n: int, k: int, times: int) -> str:
-        """How a program goes through W (n, k), or gate and up: some "tiles" at a time, whole ones.
+        """Return the order in which a program multiplies W (n, k), or gate and up; "tiles": whole tiles at a time.
 
-        Long rows of two tiles would fill the ring. So it takes a chunk of all its tiles at a time ("chunks"), where
-        the ring has twice as many slots, or else of two ("pairs").
+        Two tiles of long rows would fill the ring. So a program takes a chunk of all its tiles at a time ("chunks"),
+        if the ring has twice as many slots, otherwise a chunk of two tiles ("pairs").
         """
         if -(-k // CHUNK) < MAX_CHUNKS:
             return "tiles"
@@ -106,18 +106,18 @@ class Shape:
         return k > 2 * PIECE
 
     def tiles_at_once(self, n: int, k: int, times: int, columns: int) -> int:
-        """Tiles that a program multiplies together: all, or pairs. times: of so many W."""
+        """Return how many tiles a program multiplies at once: all, or some pairs. times: number of W (n, k)."""
         count, chunks = self.tiles(n) * times, -(-k // columns)
         return count if count * chunks <= SLOTS_AT_ONCE else max(SLOTS_AT_ONCE // 2 // chunks, 1) * 2
 
     def chunks_at_once(self, n: int, k: int, columns: int) -> int:
-        """Chunks of W (n, k) that a program multiplies together, of all its tiles."""
+        """Return how many chunks of all its tiles of W (n, k) a program multiplies at once."""
         count, tiles = -(-k // columns), self.tiles(n)
         return count if count * tiles <= SLOTS_AT_ONCE else max(SLOTS_AT_ONCE // tiles, 1)
 
     @property
     def stages(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(n, k, how many W with rows like these, columns in a slot) of each GEMV."""
+        """(n, k, number of W of this shape, columns in a slot) of each GEMV."""
         columns = self.columns
         attention = (self.qkv, self.hidden, 1, columns), (self.hidden, self.attended, 1, columns)
         router = ((self.experts, self.hidden, 1, CHUNK),) if self.experts else ()
@@ -125,7 +125,7 @@ class Shape:
 
     @property
     def most_tiles(self) -> int:
-        """Sums of tiles that a program keeps, a power of two."""
+        """Number of tiles whose sums a program keeps, a power of two; gate and up count once."""
         counts = []
         for n, k, times, columns in self.stages:
             of_order = {"chunks": 1, "pairs": 2}
@@ -135,49 +135,49 @@ class Shape:
 
     @property
     def combined(self) -> int:
-        """Dimensions of a KV head's queries that a program combines from all splits, a power of two.
+        """Number of dimensions of a KV head's queries that a program combines from all splits, a power of two.
 
-        In groups that are none, not all programs have some.
+        If the group is not a power of two, some programs have none.
         """
         value_dim = LATENT_RANK if self.is_latent else HEAD_DIM
         return int(triton.next_power_of_2(-(-self.group * value_dim // self.splits)))
 
     @property
     def combined_words(self) -> int:
-        """What it reads for that: the dimensions, maximum and sum of each split; rounded up to a power of two."""
-        if self.is_latent:  # the dimensions are one
+        """Words that it reads for that: each split's dimensions, maximum and sum; padded to a power of two."""
+        if self.is_latent:  # unpadded: the dimensions, a power of two, are read on their own
             return self.splits * (self.combined + 2)
         return int(triton.next_power_of_2(self.splits * (self.combined + 2)))
 
     @property
     def head_rows(self) -> int:
-        """Heads of q, k and v of a KV head, rounded up to a power of two."""
+        """Number of heads of q, k and v for a KV head, rounded up to a power of two."""
         return int(triton.next_power_of_2(self.group + 2))
 
     @property
     def norms(self) -> int:
-        """Weights of a layer's norms: of attention, the MLP, latents or q and k, which may have ones."""
+        """Number of weights of a layer's norms: attention's, the MLP's, and the latents' or q's and k's (or ones)."""
         return 2 * self.hidden + (LATENT_RANK if self.is_latent else 2 * HEAD_DIM)
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a query, by which scores are scaled."""
+        """Length of a query, by which scores are scaled."""
         return HEAD_DIM + ROPE_DIM if self.is_latent else HEAD_DIM
 
     @property
     def rotated(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Number of rotated dimensions of a head."""
         return ROPE_DIM if self.is_latent else HEAD_DIM
 
     @property
     def most_chunks(self) -> int:
-        """Chunks of the longest vector that a GEMV takes, or of a piece, whole slots of W."""
+        """Number of chunks of the longest vector or piece that a GEMV stores, rounded up to whole slots of W."""
         lengths = (PIECE if self.is_by_pieces(k) else k for _, k, _, _ in self.stages)
         return max(-(-length // self.columns) for length in lengths) * self.columns // CHUNK
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program but for the slots; GEMVs and attention take turns. A test compares it."""
+        """Shared memory of a program without the slots; GEMVs and attention share it. Checked by a test."""
         vectors = (2 * 2 * CHUNK + 4 * 8 * self.is_e4m3) * self.most_chunks
         sums = 2 * self.most_tiles * 64 * 4
         received = 4 * 2 * self.head_rows * HEAD_DIM
@@ -190,10 +190,10 @@ class Shape:
         return max(vectors + sums, attention) + of_choice + 512
 
     def tuned(self) -> Shape:
-        """The shape with as many slots as there is room for; more than MAX_SLOTS gain nothing.
+        """Return the shape with as many slots as fit, up to MAX_SLOTS: more gain nothing.
 
-        Loads delay words of other programs: few are on their way where slots hold two whole stages, most where the
-        weights of bfloat16 keep memory busy.
+        Loads delay words of other programs. So few are in flight if the ring holds any stage's weights twice, and
+        most for dense models in bfloat16, whose weights keep memory busy.
         """
         slots = min((HOPPERS_SHARED_BYTES - self.shared_bytes) // SLOT_BYTES, MAX_SLOTS)
         is_whole = all(2 * self.tiles(n) * times * -(-k // columns) <= slots for n, k, times, columns in self.stages)
@@ -202,14 +202,14 @@ class Shape:
 
     @property
     def layer_bytes(self) -> int:
-        """Weights that a layer reads."""
+        """Bytes of weights that a layer reads."""
         of_latents = 2 * self.heads * 2 * HEAD_DIM * LATENT_RANK if self.is_latent else 0
         return of_latents + sum(2 * CHUNK // columns * n * k * times for n, k, times, columns in self.stages)
 
     def fits(self) -> bool:
-        """Whether the kernel takes this model: its vectors fill chunks, and no stage needs more slots than there are.
+        """Whether the kernel supports this model: vectors of a chunk or more, and enough slots for every stage.
 
-        Each program has rows of W_qkv, so that none overtakes another by more than a layer (`ll_protocol.py`).
+        Each program must have rows of W_qkv, so that none gets more than a layer ahead (`ll_protocol.py`).
         """
         inner = self.attended, self.hidden, self.inner
         has_chunks = all(k >= CHUNK and k % HEAD_DIM == 0 for k in inner) and self.qkv // 8 >= self.programs
@@ -217,10 +217,10 @@ class Shape:
         has_programs = self.kv_heads <= self.programs and self.splits <= MAX_SPLITS
         has_heads = self.group <= 8 and TILE_KEYS % self.block_size == 0 and has_programs
         has_experts = self.intermediate % HEAD_DIM == 0 and (self.experts, self.chosen) in ((0, 1), (64, 8), (128, 8))
-        lacks_scales = self.dense_layers or (self.experts and self.is_by_pieces(self.inner))  # of experts
+        lacks_scales = self.dense_layers or (self.experts and self.is_by_pieces(self.inner))  # for experts
         has_scales = not (self.is_e4m3 and lacks_scales)
         has_slots = all(self._has_slots(*each) for each in self.stages)
-        parts = self.heads * LATENT_RANK // LATENT_ROWS if self.is_latent else 0  # a program's, of W_UK and of W_UV
+        parts = self.heads * LATENT_RANK // LATENT_ROWS if self.is_latent else 0  # of W_UK and W_UV, a program's each
         has_latents = parts <= self.programs and (not self.is_latent or (self.group == 8 and not self.is_e4m3))
         return has_chunks and is_divided and has_heads and has_experts and has_scales and has_slots and has_latents
 

@@ -1,4 +1,4 @@
-"""The multiprocessor's clock at stages of a layer, where they are timed (`Shape.traces`)."""
+"""Stamps of the multiprocessor's clock at the stages of a layer, with `Shape.traces`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def number_of(stage: str) -> int:
 
 @gluon.jit
 def stamp(stamps, stage: gl.constexpr, SHAPE: gl.constexpr):
-    """Note the clock at the beginning of a stage. stamps: of the program and the layer."""
+    """Store the clock at the beginning of a stage. stamps: of the program and the layer."""
     if SHAPE.value.traces:
         clock = gl.inline_asm_elementwise(
             "mov.u64 $0, %clock64; // $1", "=l,l", [stamps], dtype=gl.int64, is_pure=False, pack=1

@@ -23,13 +23,13 @@ from kernels.gpu.persistent.shape import NUM_ADDRESSES
 QKV, OUTPUT, GATE_UP, DOWN, ROUTER = (gl.constexpr(i) for i in range(5))
 SCALES = gl.constexpr(5)  # the first of four
 BIAS = gl.constexpr(9)
-LATENT = gl.constexpr(10)  # W_UK^T, and after it W_UV
+LATENT = gl.constexpr(10)  # W_UK^T, then W_UV
 ADDRESSES = gl.constexpr(NUM_ADDRESSES)
 
 
 @gluon.jit
 def _put_rows(weight, first_row, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """8 rows of W, a chunk in each slot."""
+    """Load 8 rows of W into slots, a chunk per slot."""
     for i in gl.static_range(num_chunks(K, smem.shape[1])):
         slot, phase = put_chunk(weight, first_row, i, K, 0, smem, ready, empty, slot, phase, SHAPE)
     return slot, phase
@@ -37,7 +37,7 @@ def _put_rows(weight, first_row, K: gl.constexpr, smem, ready, empty, slot, phas
 
 @gluon.jit
 def _put_weight(weight, N: gl.constexpr, K: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """All of the program's tiles of W (N, K)."""
+    """Load all of the program's tiles of W (N, K)."""
     ORDER: gl.constexpr = order(SHAPE, N, K, 1)
     P: gl.constexpr = SHAPE.value.programs
     WITH_MORE: gl.constexpr = N // 8 % P
@@ -61,7 +61,7 @@ def _put_weight(weight, N: gl.constexpr, K: gl.constexpr, smem, ready, empty, sl
 
 @gluon.jit
 def _put_two(weight, of_gate, of_up, N: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """8 rows of gate and 8 of up, of N in all."""
+    """Load 8 rows of gate and 8 of up, from N of each."""
     H: gl.constexpr = SHAPE.value.hidden
     if order(SHAPE, N, H, 2) == "pairs":
         for i in range(num_chunks(H, smem.shape[1])):
@@ -75,7 +75,7 @@ def _put_two(weight, of_gate, of_up, N: gl.constexpr, smem, ready, empty, slot, 
 
 @gluon.jit
 def _put_pairs(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """The program's tiles of W_gate_up of an MLP: those of gate and up in turn."""
+    """Load the program's tiles of an MLP's W_gate_up, alternately of gate and up."""
     INNER: gl.constexpr = SHAPE.value.intermediate
     for tile in range(gl.program_id(0), INNER // 8, SHAPE.value.programs):
         slot, phase = _put_two(weight, tile * 8, INNER + tile * 8, INNER, smem, ready, empty, slot, phase, SHAPE)
@@ -84,14 +84,14 @@ def _put_pairs(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _ask_for_pages(gate_up, chosen, SHAPE: gl.constexpr):
-    """Touch each of the program's tiles of the experts' gate and up: their pages' addresses are translated together.
+    """Prefetch a line of each of the program's tiles of the experts' gate and up, so that TLB misses overlap.
 
-    Translations of other experts have replaced those of this layer's; one after the other they delay the stream.
+    Since the last step, other experts have evicted their translations; misses one after the other delay the stream.
     """
     H: gl.constexpr = SHAPE.value.hidden
     INNER: gl.constexpr = SHAPE.value.intermediate
     COUNT: gl.constexpr = SHAPE.value.chosen
-    i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))  # gate and up of 16 tiles at most
+    i = gl.arange(0, 32, gl.BlockedLayout([1], [32], [4], [0]))  # gate and up of at most 16 tiles
     tile = gl.program_id(0) + i // 2 * SHAPE.value.programs
     tile = gl.where(tile < COUNT * INNER // 8, tile, gl.program_id(0))
     expert = one_of(chosen, tile // (INNER // 8), COUNT).to(gl.int64)
@@ -100,9 +100,9 @@ def _ask_for_pages(gate_up, chosen, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _put_gate_up(gate_up, experts, tile, COUNT: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """The program's tiles of gate and up of a token's first COUNT experts, from `tile` on.
+    """Load the program's tiles of gate and up of a token's first COUNT experts, from `tile` on.
 
-    gate_up: (experts, 2 intermediate, hidden). experts: a tuple. Returns the program's next tile, too.
+    gate_up: (experts, 2 intermediate, hidden). experts: a tuple. Also returns the program's next tile.
     """
     H: gl.constexpr = SHAPE.value.hidden
     INNER: gl.constexpr = SHAPE.value.intermediate
@@ -118,7 +118,7 @@ def _put_gate_up(gate_up, experts, tile, COUNT: gl.constexpr, smem, ready, empty
 
 @gluon.jit
 def _put_down(down, chosen, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """The program's tiles of W_down, whose columns are all experts'.
+    """Load the program's tiles of W_down, with the columns of all chosen experts next to each other.
 
     down: (experts, hidden, intermediate). chosen: a tuple of experts.
     """
@@ -139,7 +139,7 @@ def _put_down(down, chosen, smem, ready, empty, slot, phase, SHAPE: gl.constexpr
 
 @gluon.jit
 def _shared_experts(layer, SHAPE: gl.constexpr):
-    """A token's first experts, which do not depend on it."""
+    """Return a token's first experts, which do not depend on the token."""
     first = gl.where(layer < SHAPE.value.dense_layers, 0, SHAPE.value.experts)
     found = ()
     COUNT: gl.constexpr = SHAPE.value.shared
@@ -151,7 +151,7 @@ def _shared_experts(layer, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _put_chunk_of_experts(down, chosen, tile, i, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """Chunk i of 8 rows of the chosen experts' W_down next to each other."""
+    """Load chunk i of 8 rows of the chosen experts' W_down next to each other."""
     H: gl.constexpr = SHAPE.value.hidden
     INNER: gl.constexpr = SHAPE.value.intermediate
     COUNT: gl.constexpr = SHAPE.value.chosen
@@ -175,9 +175,9 @@ def produce(
     weights_ptr, pool_ptr, table_ptr, smem, ready, empty, experts_smem, is_chosen, num_layers, num_keys, layer_stride,
     block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Fill slots with what the program needs of all layers, as they become empty.
+    """Fill slots, as they become empty, with the program's weights, keys and values of all layers.
 
-    is_chosen: completes a phase a layer, when `experts_smem` has the token's experts.
+    is_chosen: completes a phase per layer, when `experts_smem` has the token's experts.
     """
     H: gl.constexpr = SHAPE.value.hidden
     ring = weight_slots(smem, SHAPE)
@@ -208,7 +208,7 @@ def produce(
             slot, phase = _put_weight(router, SHAPE.value.experts, H, smem, ready, empty, slot, phase, SHAPE)
             tile = gl.program_id(0)
             SHARED: gl.constexpr = SHAPE.value.shared
-            if SHARED:  # while the token chooses the others
+            if SHARED:  # while the others are chosen
                 experts = _shared_experts(layer, SHAPE)
                 tile, slot, phase = _put_gate_up(
                     gate_up, experts, tile, SHARED, ring, ready, empty, slot, phase, SHAPE

@@ -1,1 +1,1 @@
-"""Attention of a program of the persistent kernel."""
+"""Attention in the persistent kernel: the part of one program."""

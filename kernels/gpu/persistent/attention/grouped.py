@@ -1,4 +1,4 @@
-"""Attention of a program: its split of a KV head's keys for the group's query heads, then its part of the sum."""
+"""Grouped-query attention of a program: over its split of a KV head's keys, then its part of combining splits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEYS_TRANSPOSED = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, WIDTH))
 
 @gluon.jit
 def head_factors(norm_ptr, rotation_ptr, SHAPE: gl.constexpr):
-    """Norm and rotation of q's heads and k (head_rows, DIMS): factors of each, and of its other half.
+    """Return the norm and rotation of q's heads and k as factors of x and of x with swapped halves (head_rows, DIMS).
 
     rotation_ptr: cosines and signed sines of the position (2, DIMS).
     """
@@ -54,7 +54,7 @@ def head_factors(norm_ptr, rotation_ptr, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _receive_heads(qkv_ptr, flag, kv_head, SHAPE: gl.constexpr):
-    """q's heads, k and v of a KV head, and the same with their halves swapped: (head_rows, DIMS) each."""
+    """Receive q's heads, k and v of a KV head, and the same with their halves swapped: (head_rows, DIMS) each."""
     ROWS: gl.constexpr = SHAPE.value.head_rows
     GROUP: gl.constexpr = SHAPE.value.group
     WORDS: gl.constexpr = 2 * ROWS * DIMS
@@ -74,10 +74,10 @@ def attend(
     qkv_ptr, partial_ptr, attended_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag,
     num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store, attend to the keys of a split, then combine a part of the head's dimensions.
+    """Norm and rotate q and k, store k and v, attend to a split's keys, combine a part of the group's dimensions.
 
-    num_keys: with the new one, which comes from `qkv_ptr` like the queries. pool_ptr: of the layer. kv_slot: where
-    the new key goes, block id * block_size + offset, -1: nowhere. Returns the slot after those of the keys, and its
+    num_keys: including the new key, which comes from `qkv_ptr` like the queries. pool_ptr: of the layer. kv_slot: of
+    the new key, block id * block_size + offset; -1: not stored. Returns the slot after those of the keys, and its
     phase.
     """
     GROUP: gl.constexpr = SHAPE.value.group
@@ -138,9 +138,9 @@ def _attend_tiles(
     queries, acc, row_max, row_sum, of_heads, scores, probs, smem, ready, empty, slot, phase, first_tile, num_tiles,
     num_keys, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the split's tiles of cached keys, BATCH of them at a time.
+    """Attend to the split's tiles of cached keys by online softmax, BATCH tiles at a time.
 
-    of_heads, scores, probs: shared memory for it.
+    of_heads, scores, probs: shared memory for intermediate results.
     """
     SLOTS: gl.constexpr = SHAPE.value.slots
     keys_smem = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], KEYS_SHARED)
@@ -166,7 +166,7 @@ def _attend_tiles(
         acc = times_of_heads(acc, of_heads)
         wait_for(ready, slot, phase, count, SLOTS)
         for i in gl.static_range(BATCH):
-            at, _ = following(slot, phase, i, SLOTS)  # beyond the last tile probabilities are zero
+            at, _ = following(slot, phase, i, SLOTS)  # probabilities beyond the last tile are zero
             value = values_smem.index(gl.where(i < count, at, slot)).load(VALUES)
             acc = mma_v2(probs.index(i).load(PROBS), value, acc)
         slot, phase = following(slot, phase, count, SLOTS)
@@ -202,7 +202,7 @@ def _store_partials(partial_ptr, acc, of_heads, new_value, row_max, row_sum, fla
 
 @gluon.jit
 def _combine(partial_ptr, attended_ptr, flag, kv_head, stamps, SHAPE: gl.constexpr):
-    """Add up the program's dimensions of all splits."""
+    """Combine the program's dimensions from all splits and store them."""
     SPLITS: gl.constexpr = SHAPE.value.splits
     PART: gl.constexpr = SHAPE.value.combined
     BLOCK: gl.constexpr = SHAPE.value.combined_words

@@ -1,9 +1,9 @@
-"""Latent attention of a program, absorbed: one KV head, the latents, which are keys and, but for k_rope, values.
+"""Absorbed latent attention of a program: one KV head, the latents, as keys and, without k_rope, as values.
 
     absorbed_h = W_UK_h^T q_nope_h,  a part of it      y_h = sum of softmax([absorbed_h | q_rope_h] [c | k_rope]^T) c
     attended_h = W_UV_h y_h,  a part of it
 
-Programs share the keys for 8 heads each. Latents are longer than a slot: a tile of keys is in several.
+Programs split the keys for each group of 8 heads. Latents are longer than a slot, so a tile of keys fills several.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from kernels.gpu.persistent.ring import (
 )
 from kernels.gpu.persistent.stamps import stamp
 
-QUERY = gl.constexpr(DIMS.value + ROPE.value)  # numbers of a head's query
+QUERY = gl.constexpr(DIMS.value + ROPE.value)  # length of a head's query
 HEAD_A_WARP = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0]))  # (heads, ROPE)
-REST = gl.constexpr(2048)  # words that a program asks for next to q_nope
+REST = gl.constexpr(2048)  # words that a program asks for in addition to q_nope
 PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))  # (RANK,)
 QUERIES = gl.constexpr(gl.DotOperandLayout(0, PRODUCT, 2))
 KEYS_TRANSPOSED = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
-EIGHT_ROWS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0]))  # of a slot, as many as its swizzle has
+EIGHT_ROWS = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [8, 1], [1, 0]))  # of a slot, a period of its swizzle
 
 
 @gluon.jit
@@ -63,7 +63,7 @@ def attend_latents(
     qkv_ptr, absorbed_ptr, partial_ptr, latent_ptr, attended_ptr, pool_ptr, norm_ptr, rotation_ptr, stamps, smem,
     ready, empty, slot, phase, flag, num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """From words of W_qkv x to those of all heads' outputs before W_o. See `grouped.attend`.
+    """Compute words of the heads' outputs, which W_o multiplies, from words of W_qkv x. See `grouped.attend`.
 
     norm_ptr: of c. rotation_ptr: cosines and signed sines of the position (2, ROPE).
     """
@@ -104,7 +104,7 @@ def attend_latents(
 
 @gluon.jit
 def _factors(norm_ptr, rotation_ptr):
-    """Weights of c's norm (RANK,), cosines and signed sines (ROPE,): loaded ahead, since warps issue in order."""
+    """Load weights of c's norm (RANK,), cosines and signed sines (ROPE,) early, since warps issue in order."""
     dims = gl.arange(0, ROPE, gl.SliceLayout(0, HEAD_A_WARP))
     cos = gl.load(rotation_ptr + dims).to(gl.float32)
     sin = gl.load(rotation_ptr + ROPE + dims).to(gl.float32)
@@ -113,9 +113,9 @@ def _factors(norm_ptr, rotation_ptr):
 
 @gluon.jit
 def _multiply_slot(x, LENGTH: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """A slot of rows of LENGTH times x (COLUMNS,), LENGTH numbers again and again: (rows / 8, 8).
+    """Multiply a slot of rows of LENGTH by x (COLUMNS,), which repeats LENGTH numbers: (rows / 8, 8).
 
-    Returns the slot after it and its phase, too.
+    Also returns the next slot and its phase.
     """
     operand = allocate_operand(SHAPE)
     store_operand(x, 0, operand)
@@ -131,7 +131,7 @@ def _multiply_slot(x, LENGTH: gl.constexpr, smem, ready, empty, slot, phase, SHA
 
 @gluon.jit
 def _store_rows(ptr, rows, flag):
-    """Rows (n, 8), one after the other."""
+    """Store rows (n, 8) one after the other, as words."""
     layout: gl.constexpr = rows.type.layout
     n = gl.arange(0, rows.shape[0], gl.SliceLayout(1, layout))[:, None]
     at = ptr + n * 8 + gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
@@ -140,7 +140,7 @@ def _store_rows(ptr, rows, flag):
 
 @gluon.jit
 def _rest_words(group, SHAPE: gl.constexpr):
-    """Words of W_qkv x (REST,): q_rope of the group's heads, with swapped halves, c, k_rope, it swapped, padding."""
+    """Return words of W_qkv x (REST,): the group's q_rope, it with halves swapped, c, k_rope, it swapped, padding."""
     ROPES: gl.constexpr = HEADS * ROPE
     word = gl.arange(0, REST, VECTOR)
     c = SHAPE.value.heads * QUERY
@@ -154,7 +154,7 @@ def _attend_split(
     rest, absorbed_ptr, partial_ptr, pool_ptr, factors, stamps, smem, ready, empty, slot, phase, flag, group,
     first_tile, num_tiles, num_keys, kv_slot, eps, scale, block_stride, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and store the new latent, and attend to a split's keys. rest: see `_rest_words`."""
+    """Norm, rotate and store the new latent, and attend to a split's keys. rest: the numbers of `_rest_words`."""
     BLOCK: gl.constexpr = SHAPE.value.block_size
     ROPES: gl.constexpr = HEADS * ROPE
     has_new = first_tile + num_tiles > (num_keys - 1) // KEYS
@@ -210,7 +210,7 @@ def _attend_tiles(
     queries, queries_rope, new_key, k_rope, smem, ready, empty, slot, phase, first_tile, num_tiles, num_keys,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the split's tiles of latents; a sum for each DIMS of them."""
+    """Attend to the split's tiles of latents by online softmax; one accumulator for each DIMS of their numbers."""
     SLOTS: gl.constexpr = SHAPE.value.slots
     PARTS: gl.constexpr = RANK // DIMS
     latents = smem._reinterpret(gl.bfloat16, [SLOTS, KEYS, DIMS], VALUES_SHARED)
@@ -232,7 +232,7 @@ def _attend_tiles(
         rope = ropes.index(at).slice(0, KEYS).permute((1, 0)).load(KEYS_TRANSPOSED)
         none = gl.zeros([2 * HEADS, KEYS], gl.float32, PRODUCT)
         qk = mma_v2(queries_rope.index(0).load(QUERIES), rope, none)
-        for i in gl.static_range(PARTS):  # a sum for each, so that none waits for another
+        for i in gl.static_range(PARTS):  # each part has its own sum, so that none waits for another
             at, _ = following(slot, phase, i, SLOTS)
             qk += mma_v2(
                 queries.index(i).load(QUERIES), latents.index(at).permute((1, 0)).load(KEYS_TRANSPOSED), none
@@ -290,7 +290,7 @@ def _store_partials(partial_ptr, acc, row_max, row_sum, flag, group, SHAPE: gl.c
 
 @gluon.jit
 def _store_row_stats(of_group, row_max, row_sum, flag, SHAPE: gl.constexpr):
-    """Maximum and sum of each head, for all programs that combine some of its numbers."""
+    """Store the maximum and sum of each head for all programs that combine some of its numbers."""
     PART: gl.constexpr = SHAPE.value.combined
     SPLITS: gl.constexpr = SHAPE.value.splits
     OF_HEAD_PARTS: gl.constexpr = RANK // PART
@@ -306,7 +306,7 @@ def _store_row_stats(of_group, row_max, row_sum, flag, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _store_nothing(partial_ptr, flag, group, SHAPE: gl.constexpr):
-    """What a split without keys adds."""
+    """Store the partials of a split without keys: sums of zero and maxima of NONE."""
     PART: gl.constexpr = SHAPE.value.combined
     SPLITS: gl.constexpr = SHAPE.value.splits
     BLOCK: gl.constexpr = SHAPE.value.combined_words
@@ -320,7 +320,7 @@ def _store_nothing(partial_ptr, flag, group, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _combine(ptr, to_ptr, flag, SHAPE: gl.constexpr):
-    """Add up the program's numbers of all splits. ptr: its words. to_ptr: for its numbers."""
+    """Combine the program's numbers from all splits. ptr: its words of partials. to_ptr: where the numbers go."""
     SPLITS: gl.constexpr = SHAPE.value.splits
     PART: gl.constexpr = SHAPE.value.combined
     partials = receive(ptr, gl.arange(0, SPLITS * PART, VECTOR), flag, SPLITS * PART // 256).reshape([SPLITS, PART])

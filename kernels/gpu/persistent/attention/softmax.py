@@ -1,6 +1,6 @@
 """Online softmax of a program's query heads over tiles of keys, with operands for tensor cores.
 
-The operand has 16 rows: the heads of a group, up to 8, and what bfloat16 leaves of them.
+The operand has 16 rows: the heads of a group, up to 8, rounded to bfloat16, and the remainders.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from kernels.gpu.persistent.gemv import FLAT3
 from kernels.gpu.persistent.operand import split_bfloat16
 from kernels.gpu.persistent.ring import DIMS, KEYS
 
-HEADS = gl.constexpr(8)  # the most of a group
-NONE = gl.constexpr(-1e30)  # the score of no key
+HEADS = gl.constexpr(8)  # at most, in a group
+NONE = gl.constexpr(-1e30)  # the score where there is no key
 TILES = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 1, 32], [1, 8, 1], [2, 1, 0]))  # (tiles, heads, keys)
 OF_HEAD = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, TILES)))
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 8], [16, 8]))  # (heads twice, keys or DIMS)
@@ -24,10 +24,10 @@ VALUES = gl.constexpr(gl.DotOperandLayout(1, PRODUCT, 2))
 
 @gluon.jit
 def new_probs(scores, row_max, row_sum, probs, TILES_NOW: gl.constexpr):
-    """Put probabilities of more keys into `probs`, as two of bfloat16; return the maximum, the sum, and a factor.
+    """Store probabilities of more keys in `probs`, each as two bfloat16; return the maximum, the sum, and a factor.
 
-    scores: shared memory (TILES_NOW, HEADS, KEYS), NONE where there is no key. The factor, for each head, is what
-    sums over earlier keys are multiplied by.
+    scores: shared memory (TILES_NOW, HEADS, KEYS), NONE where there is no key. The caller multiplies sums over
+    earlier keys by the factor of each head.
     """
     all_scores = scores._reinterpret(gl.float32, [TILES_NOW, HEADS, KEYS], FLAT3).load(TILES)
     new_max = gl.maximum(row_max, gl.max(gl.max(all_scores, axis=2), axis=0))
@@ -43,7 +43,7 @@ def new_probs(scores, row_max, row_sum, probs, TILES_NOW: gl.constexpr):
 
 @gluon.jit
 def times_of_heads(acc, of_heads):
-    """acc (2 HEADS, DIMS) times each head's factor, in shared memory."""
+    """Multiply acc (2 HEADS, DIMS) by each head's factor; `of_heads`, in shared memory, has the factors."""
     of_both = acc.reshape([2, HEADS, DIMS])
     factor = of_heads.load(gl.SliceLayout(0, gl.SliceLayout(2, of_both.type.layout)))
     of_both *= gl.expand_dims(gl.expand_dims(factor, 0), 2)

@@ -1,4 +1,4 @@
-"""Producer warps' part of attention: keys and values of a program's split."""
+"""Loads of producer warps for attention: a program's keys and values, or its latents, W_UK and W_UV."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kernels.gpu.persistent.shape import CHUNK, LATENT_RANK, LATENT_ROWS, ROPE_D
 OF_KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 OF_ROPE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 RANK, ROPE = gl.constexpr(LATENT_RANK), gl.constexpr(ROPE_DIM)
-LATENT_SLOTS = gl.constexpr(LATENT_RANK // DIMS.value + 1)  # of a tile of latents
-HEAD_ROWS = gl.constexpr(LATENT_ROWS)  # of W_UK^T, as many as are in a slot
-VALUE_ROWS = gl.constexpr(8 * CHUNK // LATENT_RANK)  # of W_UV in a slot
+LATENT_SLOTS = gl.constexpr(LATENT_RANK // DIMS.value + 1)  # per tile of latents
+HEAD_ROWS = gl.constexpr(LATENT_ROWS)  # rows of W_UK^T in a slot
+VALUE_ROWS = gl.constexpr(8 * CHUNK // LATENT_RANK)  # rows of W_UV in a slot
 
 
 @gluon.jit
 def _put_tile(at, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """A tile of keys or values, whose rows are at (TILE_KEYS / 2, 2) pointers."""
+    """Load a tile of keys or values. at: pointers to its halves, (TILE_KEYS / 2, DIMS or ROPE) each."""
     mbarrier.wait(empty.index(slot), phase)
     for half in gl.static_range(2):
         async_copy.async_copy_global_to_shared(smem.index(slot).slice(half * (KEYS // 2), KEYS // 2), at[half])
@@ -39,7 +39,7 @@ def _put_tile(at, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
 
 @gluon.jit
 def put_kv(of_pool, table_ptr, num_keys, smem, ready, empty, slot, phase, block_stride, SHAPE: gl.constexpr):
-    """Keys and values of the program's split, BATCH tiles of keys before those of values. of_pool: of the layer."""
+    """Load the split's keys and values, BATCH tiles of keys and then those of values. of_pool: of the layer."""
     BLOCK: gl.constexpr = SHAPE.value.block_size
     VALUES: gl.constexpr = SHAPE.value.kv_heads * BLOCK * DIMS  # from keys to values
     keys_smem = smem._reinterpret(gl.bfloat16, [SHAPE.value.slots, KEYS, DIMS], KEYS_SHARED)
@@ -66,7 +66,7 @@ def put_kv(of_pool, table_ptr, num_keys, smem, ready, empty, slot, phase, block_
 
 @gluon.jit
 def put_absorbing(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """The program's rows of W_UK^T (heads, RANK, DIMS), if it has any."""
+    """Load the program's rows of W_UK^T (heads, RANK, DIMS), if it has any."""
     if gl.program_id(0) < SHAPE.value.heads * RANK // HEAD_ROWS:
         first = weight + gl.program_id(0) * (HEAD_ROWS * DIMS)
         slot, phase = _put_head_rows(first, DIMS, smem, ready, empty, slot, phase, SHAPE)
@@ -75,7 +75,7 @@ def put_absorbing(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
 
 @gluon.jit
 def put_expanding(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """The program's rows of W_UV (DIMS, RANK) of its head, if it has any. Heads have W_UK's rows in between."""
+    """Load the program's rows of its head's W_UV (DIMS, RANK), if it has any. W_UK's rows lie between heads."""
     OF_HEAD: gl.constexpr = DIMS // VALUE_ROWS
     program = gl.program_id(0)
     if program < SHAPE.value.heads * OF_HEAD:
@@ -86,7 +86,7 @@ def put_expanding(weight, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _put_head_rows(first, LENGTH: gl.constexpr, smem, ready, empty, slot, phase, SHAPE: gl.constexpr):
-    """A slot of rows of LENGTH from `first` on, 8 of them in LENGTH / DIMS slices."""
+    """Load a slot of rows of LENGTH from `first` on, 8 rows in LENGTH / DIMS slices."""
     HALF: gl.constexpr = smem.shape[1] // 2
     OF_ROW: gl.constexpr = LENGTH // DIMS
     k_slice, row = slices_and_rows(smem, HALF)
@@ -102,13 +102,13 @@ def _put_head_rows(first, LENGTH: gl.constexpr, smem, ready, empty, slot, phase,
 
 @gluon.jit
 def rope_slots(smem, SHAPE: gl.constexpr):
-    """The ring for rotated parts of latents, of which half a slot is enough: (slots, twice KEYS, ROPE)."""
+    """Return the ring for rotated parts of latents (slots, twice KEYS, ROPE); a tile fills half of a slot."""
     return smem._reinterpret(gl.bfloat16, [SHAPE.value.slots, 2 * KEYS, ROPE], VALUES_SHARED)
 
 
 @gluon.jit
 def _latent_rows(of_pool, table_ptr, tile, half, num_keys, block_stride, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
-    """Where latents of half a tile are (KEYS / 2, 1)."""
+    """Return pointers to the latents of half a tile (KEYS / 2, 1)."""
     BLOCK: gl.constexpr = SHAPE.value.block_size
     keys = tile * KEYS + half * (KEYS // 2) + gl.arange(0, KEYS // 2, gl.SliceLayout(1, LAYOUT))
     block = gl.load(table_ptr + keys // BLOCK, mask=keys < num_keys, other=0).to(gl.int64)
@@ -117,7 +117,7 @@ def _latent_rows(of_pool, table_ptr, tile, half, num_keys, block_stride, LAYOUT:
 
 @gluon.jit
 def put_latents(of_pool, table_ptr, num_keys, smem, ready, empty, slot, phase, block_stride, SHAPE: gl.constexpr):
-    """Latents of the program's split, DIMS of a tile in each slot, and then what of them is rotated."""
+    """Load the split's latents: DIMS numbers of a tile per slot, and then the rotated part."""
     latents = smem._reinterpret(gl.bfloat16, [SHAPE.value.slots, KEYS, DIMS], VALUES_SHARED)
     _, first_tile, num_tiles = tiles_of_split(num_keys, SHAPE)
     dims = gl.arange(0, DIMS, gl.SliceLayout(0, OF_KEYS))[None, :]
