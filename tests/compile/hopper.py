@@ -1,7 +1,7 @@
-"""Compiles for an H200 what would be launched there, on a machine without a GPU.
+"""Compiles kernels for an H200 on a machine without a GPU, as they would be launched there.
 
-Triton needs no GPU to compile, only to launch. So tensors are `meta` ones, of real sizes and without memory, the
-driver is one that names the H200's architecture, and a launch ends after `ptxas`.
+Triton needs a GPU only to launch. So tensors are `meta` tensors, of real sizes and without memory, the driver reports
+the H200's architecture, and a launch ends after `ptxas`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import kernels.gpu
 
 CAPABILITY = (9, 0)
 NUM_SMS = 132
-SHARED_BYTES = 232_448  # the most that a program may have
-DEVICE_INDEX = 99  # nobody else's: what is compiled for a device is kept by its index
+SHARED_BYTES = 232_448  # the limit per program
+DEVICE_INDEX = 99  # unused otherwise: compiled kernels are cached by device index
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """spilled: bytes of a thread's registers that went to memory. barriers: in shared memory, that it initializes.
+    """spilled: bytes per thread spilled from registers to memory. barriers: initialized in shared memory.
 
-    is_serial: products that should overlap with other instructions are waited for one by one.
+    is_serial: whether wgmma instructions that should overlap with others are serialized.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Compiled:
 
 
 class Driver:
-    """As much of Triton's driver as compiling asks for."""
+    """The parts of Triton's driver that compiling needs."""
 
     utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES})
 
@@ -63,7 +63,7 @@ class Driver:
 
 
 def install(patch: pytest.MonkeyPatch) -> list[Compiled]:
-    """From now on launches only compile. Returns the list that takes what was compiled, each variant once."""
+    """Make launches only compile. Returns a list to which each compiled variant is appended once."""
     found: dict[str, Compiled] = {}
     compiled: list[Compiled] = []
 
@@ -89,7 +89,7 @@ def install(patch: pytest.MonkeyPatch) -> list[Compiled]:
 
 
 def resources(kernel: Any) -> Compiled:
-    """What `cuobjdump`, which comes with Triton, says of a kernel's machine code, and `ptxas` of its products."""
+    """Return a kernel's resources from `cuobjdump` of Triton, and whether `ptxas` has serialized its wgmma."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

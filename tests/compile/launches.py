@@ -45,7 +45,7 @@ MODELS = [
     ("deepseek-v2-lite", "none", BFLOAT16),
     ("gemma3-4b", "none", BFLOAT16), ("gpt-oss-20b", "none", BFLOAT16), ("gpt-oss-20b", "fp8", BFLOAT16),
 ]  # fmt: skip
-NUM_LAYERS = {"deepseek-v2-lite": 2, "gemma3-4b": 6, "gpt-oss-20b": 2}  # of others one: one of each kind of blocks
+NUM_LAYERS = {"deepseek-v2-lite": 2, "gemma3-4b": 6, "gpt-oss-20b": 2}  # otherwise one: each kind of block occurs
 ROWS = (1, 2, 8, 9, 16, 17, 32, 40, 48, 64, 80, 128, 200, 256)
 PROMPTS = ([16], [100], [256], [300], [8192], [100, 900, 40])
 ODD_SHAPES = ((1000, 1040), (9000, 1040), (4608, 3584))
@@ -55,7 +55,7 @@ LAYER_ROWS = (1, 3, 8, 12, 16, 17, 30, 64, 100, 128, 200, 600)
 
 @dataclass
 class Launch:
-    """ptx: of the variant, names aside. arguments: types, shapes and strides of tensors, and numbers."""
+    """ptx: of the variant, without names. arguments: types, shapes and strides of tensors, and numbers."""
 
     kernel: str
     grid: list[int]
@@ -116,7 +116,7 @@ def record_steps(recorder: Recorder) -> None:
 
 
 def record_layers(recorder: Recorder) -> None:
-    """Linear layers by themselves: shapes that no tile divides, biases, groups."""
+    """Record single linear layers: shapes that are not multiples of tiles, biases, groups."""
     workspace = SplitKWorkspace(META)
     for (n, k), has_bias, rows in product(ODD_SHAPES, (False, True), LAYER_ROWS):
         recorder.case = f"{rows} rows, {n} x {k}, bias {has_bias}"
@@ -139,7 +139,7 @@ def tensor(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
 
 
 def compare(before: dict[str, list[dict[str, Any]]], after: dict[str, list[dict[str, Any]]]) -> None:
-    """Print what differs, once for each pair of variants."""
+    """Print the differences, once for each pair of variants."""
     counts: Counter[str] = Counter()
     for case in before.keys() & after.keys():
         if len(before[case]) != len(after[case]):

@@ -1,7 +1,7 @@
-"""Every kernel that models of real sizes launch on an H200 compiles for it, fits it, and keeps its registers.
+"""Every kernel that models of real sizes launch on an H200 compiles for it, fits it, and spills few registers.
 
-Through the interpreter a kernel's numbers are tested; what is wrong only for the compiler, or too large for the chip,
-would first be seen on a GPU.
+The interpreter tests a kernel's results; errors of the compiler, or kernels too large for the chip, would first show
+on a GPU.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ OTHER_SETTINGS = pytest.mark.soak
 
 
 class Weights:
-    """Tensors of the right shapes."""
+    """Returns empty tensors of the requested shapes."""
 
     def take(self, name: str, shape: tuple[int, ...], partition: Partition = Partition.NONE) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
@@ -98,7 +98,7 @@ def compiled() -> Iterator[list[Compiled]]:
 
 
 def model_of(name: str, quant_mode: str, num_layers: int, num_ranks: int = 1) -> Model:
-    """num_ranks: of which the first one's shard is made, that dispatches rows to whole experts."""
+    """Build a model. num_ranks: if above 1, build the first rank's shard, which dispatches rows to whole experts."""
     files = resolve_model(str(CONFIGS / name))
     raw = read_hf_config(files.path)
     family = family_of(architecture_of(raw))
@@ -146,7 +146,7 @@ def prompt_inputs(forward: FusedForward, lengths: list[int], num_groups: int = 1
     return GpuInputs(ints(total, dtype=torch.int64), ints(total), ints(0), groups)
 
 
-# Bytes that a thread may keep outside of registers. `paged_prefill`: in its last, masked tile, once a program.
+# Bytes that a thread may spill. `paged_prefill`: in its last, masked tile, once per program.
 # `packed_rows`: at 8 rows, 4 bits with groups of 32. `all_reduce`: of 8 ranks, with quantization. `latent_decode`:
 # with 128 heads; 8 with 16. `paged_decode`: with 4 warps. `packed_stream`: 5 bits.
 # `packed_experts`: 128 pairs, and int4 with groups of 32.
@@ -159,7 +159,7 @@ SPILLS = {
     "_all_reduce_norm_kernel": 32,
     "_latent_decode_kernel": 248,
 }
-VERIFY_SPILLS = {"_paged_verify_kernel": 64}  # 16 rows of sums in one warp, over 64 keys of 8 bits; else up to 24
+VERIFY_SPILLS = {"_paged_verify_kernel": 64}  # 16 rows of sums in one warp, over 64 keys of 8 bits; others: up to 24
 WINDOW_SPILLS = {"_paged_prefill_kernel": 512, "_paged_decode_kernel": 16}
 
 

@@ -1,4 +1,4 @@
-"""Which kernels a step of each class starts, in order: a change of the ops that costs a launch fails here.
+"""Kernels that each kind of step launches, in order: a change of ops that adds a launch fails here.
 
 Tensors are `meta` ones of real sizes, as on an H200. Torch's own operations on a device count as launches, too.
 """
@@ -27,7 +27,7 @@ VIEWS = {"view", "slice", "select", "unsqueeze", "transpose", "empty", "empty_li
 
 
 class TorchOps(TorchDispatchMode):
-    """Adds the names of torch's operations to `found`; views and memory alone start nothing."""
+    """Adds the names of torch's operations to `found`, without views and allocations, which launch nothing."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def launches() -> Iterator[list[str]]:
 
 
 def launched(forward: FusedForward, inputs: GpuInputs, launches: list[str]) -> list[str]:
-    """Of one pass over all layers, without the output projection."""
+    """Return the launches of a pass over all layers, without the output projection."""
     launches.clear()
     with TorchOps(launches), torch.inference_mode():
         forward.hidden(inputs)
@@ -62,7 +62,7 @@ def launched(forward: FusedForward, inputs: GpuInputs, launches: list[str]) -> l
 
 
 def repeated(start: Sequence[str], attention: Sequence[str], mlp: Sequence[str], end: str, between: str) -> list[str]:
-    """A norm `between` two blocks; `start` has the first block's, `end` is the last."""
+    """Return a model's launches: norms `between` blocks; `start` includes the first norm, `end` is the last one."""
     blocks: list[str] = []
     for index in range(2 * NUM_LAYERS):
         blocks += [between] * (index > 0 and bool(between)) + [*(mlp if index % 2 else attention)]
@@ -118,7 +118,7 @@ def test_decode_steps_of_quantized_inputs_and_experts(launches: list[str]) -> No
 
 
 def test_decode_steps_of_quantized_inputs_beside_blocks_of_other_ops(launches: list[str]) -> None:
-    """A block without quantized inputs denies them to no other: DeepSeek's first MLP has them, its attention not."""
+    """Blocks get quantized inputs even if others do not: DeepSeek's first MLP has them, its attention does not."""
     forward = forward_over(model_of("deepseek-v2-lite", "fp8", 1), torch.bfloat16)
     found = launched(forward, decode_inputs(8), launches)
     assert found[-5:] == ["quantize", "sliced_k", "quantize_with_maxima", "sliced_k", "rms_norm"]
@@ -128,7 +128,7 @@ def test_decode_steps_of_quantized_inputs_beside_blocks_of_other_ops(launches: l
     ("rows", "gemm", "router"), [(8, "skinny", "skinny"), (64, "cublas", "skinny"), (200, "cublas", "cublas")]
 )
 def test_decode_steps_that_dispatch_rows_to_experts(rows: int, gemm: str, router: str, launches: list[str]) -> None:
-    """Nothing is sorted, summed or gathered in a kernel of its own."""
+    """No separate kernel sorts, sums or gathers."""
     forward = forward_over(model_of("qwen3-30b-a3b", "none", NUM_LAYERS, num_ranks=2), torch.bfloat16, num_ranks=2)
     attention, moe = [gemm, *ATTEND, gemm], [router, "route", "dispatch", "grouped", "grouped"]
     found = launched(forward, decode_inputs(rows), launches)
@@ -138,7 +138,7 @@ def test_decode_steps_that_dispatch_rows_to_experts(rows: int, gemm: str, router
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_counting_is_a_kernel_behind_the_choice_of_experts(num_ranks: int, launches: list[str]) -> None:
-    """Where a rank has a part of them, another one picks out its own."""
+    """No further kernel selects the choices of the rank's own experts."""
     model = model_of("qwen3-30b-a3b", "fp8" if num_ranks == 1 else "none", NUM_LAYERS, num_ranks=num_ranks)
     for block in model.blocks:
         if isinstance(block, Moe):
@@ -150,7 +150,7 @@ def test_counting_is_a_kernel_behind_the_choice_of_experts(num_ranks: int, launc
 
 
 def test_decode_steps_with_norms_behind_blocks(launches: list[str]) -> None:
-    """Which are part of the kernel that adds and norms."""
+    """The kernel that adds the residual and norms computes these norms too."""
     forward = forward_over(model_of("gemma3-4b", "none", 6), torch.bfloat16)
     layer = ["skinny", *ATTEND, "skinny", "post_norm", "gated", "skinny", "post_norm"]
     assert launched(forward, decode_inputs(8, 6), launches) == ["embedding", "mul", "rms_norm", *6 * layer]

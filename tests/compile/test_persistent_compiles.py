@@ -41,7 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
     ids=["Qwen3-0.6B", "30B-A3B", "30B-A3B in e4m3", "Qwen2.5-7B in e4m3", "Qwen3-14B", "DeepSeek-V2-Lite"],
 )
 def test_all_layers(sizes: dict[str, Any], compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where an earlier engine of the process has asked for reports of kernels that are compiled late."""
+    """Also if an earlier engine of the process has enabled reports of late compiles."""
     reported: list[Any] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **told: reported.append(told))
     shape = Shape(**sizes, block_size=64, programs=NUM_SMS).tuned()

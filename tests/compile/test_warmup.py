@@ -1,7 +1,7 @@
-"""Steps that are served launch no variant of a kernel that the warm-up has not launched: streams would wait for it.
+"""Served steps launch no kernel variant that the warm-up has not launched: streams would wait for its compilation.
 
-A launch is bound as for an H200, which says which variant it needs, and goes no further. Graphs are stood in for by
-the steps that would be captured; what they replay when a step is served counts as launched before.
+Launches are bound as for an H200, which determines their variants, but not executed. Graphs are replaced by the steps
+that would be captured; launches that they replay when a step is served count as launched before.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Launches:
-    """Variants launched since `are_new` was set, and before."""
+    """Records the variants launched before `are_new` was set, and those launched only since."""
 
     def __init__(self) -> None:
         self.before: set[tuple[str, str]] = set()
@@ -82,7 +82,7 @@ class Launches:
             self.late.add(variant)
 
     def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, whose launches are in a graph."""
+        """Wrap `run`, whose launches are in a graph, so that they count as launched before."""
 
         @wraps(run)
         def quietly(*args: Any, **options: Any) -> Any:
@@ -106,14 +106,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     def filled(*shape: Any, **options: Any) -> Tensor:
         made = new_tensor(*shape, **options)
-        return made if made.is_meta else made.zero_()  # no kernel writes to it: what comes from it must be in range
+        return made if made.is_meta else made.zero_()  # no kernel writes to it, but its values must be in range
 
     monkeypatch.setattr(JITFunction, "__getitem__", at_grid)
     monkeypatch.setattr(torch, "empty", filled)
     monkeypatch.setattr(
         torch, "empty_like", lambda x, **options: filled(x.shape, **{"dtype": x.dtype, "device": x.device, **options})
     )
-    # No launches of ours, up to a tenth of a second each on a CPU, and most of what they would be given is zeros.
+    # These are not our kernels, take up to a tenth of a second each on a CPU, and mostly get zeros.
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda x, w, *_, out_dtype, **__: filled(x.shape[0], w.shape[1], dtype=out_dtype)
     )
@@ -122,7 +122,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     )
     monkeypatch.setattr(engine.assembly, "_make_runner", GpuRunner)
     monkeypatch.setattr(engine.cpu_gemms.gemms, "fits_half", lambda weight: False)
-    # Tiny steps are on both sides of what sets large ones apart.
+    # So that tiny steps are on both sides of the thresholds for large ones.
     monkeypatch.setattr(kernels.gpu.elementwise.rope, "STREAMED_BYTES", 1 << 20)
     monkeypatch.setattr(kernels.gpu.attention.prompt_tiles, "WAVES", 1)
     monkeypatch.setattr(kernels.gpu.attention.kv_splits, "COMBINE_PROGRAMS", 104)
@@ -132,7 +132,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def open_runner(
     folder: Path, quant_mode: str, backend: str, monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> GpuRunner:
-    """Warmed up, but for graphs. folder: of the model. changes: of the settings."""
+    """Open a runner, warmed up except for graphs. folder: of the model. changes: of the settings."""
 
     def open_attention(
         wanted: str, pool: Tensor, num_heads: int, dtype: torch.dtype, max_tokens: int, needs: str
@@ -180,7 +180,7 @@ def test_rows_have_the_settings_of_the_graph_that_holds_them(max_rows: int) -> N
 
 
 def some_step(draw: random.Random, max_length: int) -> list[tuple[int, int]]:
-    """(start, tokens) of decode rows and a few chunks of prompts, of any lengths and contexts."""
+    """Return (start, tokens) of decode rows and a few prompt chunks, of any lengths and contexts."""
     num_decodes = draw.choice([0, 0, 1, 3, 16, 26, 33, draw.randrange(MAX_ROWS - 1)])
     shares = [(min(draw.choice([5, 100, 3000]), max_length - 1), 1) for _ in range(num_decodes)]
     left = MAX_TOKENS - num_decodes
@@ -245,13 +245,13 @@ def test_other_families_too(
 def test_layers_of_sampled_rows_have_sizes_that_the_warm_up_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Launches
 ) -> None:
-    """With another number of rows cuBLAS may choose another kernel, whose load waits for the device."""
+    """With another number of rows cuBLAS may choose another kernel, and loading it waits for the device."""
     save_model(tmp_path, hidden=256, inner=512)
     sizes: set[tuple[int, tuple[int, ...]]] = set()
     multiply = torch.nn.functional.linear
 
     def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] <= 1024:  # others are of all tokens
+        if x.shape[0] <= 1024:  # larger ones are of all tokens
             sizes.add((x.shape[0], tuple(weight.shape)))
         return multiply(x, weight, bias)
 
