@@ -1,6 +1,6 @@
-"""Kernels run compiled where there is a GPU, else through Triton's interpreter.
+"""Runs kernels compiled on a GPU, otherwise through Triton's interpreter.
 
-The interpreter is chosen when triton is imported, for the whole process: these tests want one of their own.
+The interpreter is chosen when triton is imported, for the whole process, so these tests need their own process.
 """
 
 from __future__ import annotations

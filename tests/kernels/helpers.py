@@ -7,31 +7,31 @@ from torch import Tensor
 
 from kernels.quantization.quantized_gemm import FP8_DTYPE, quantize_rows_fp8, quantize_rows_int8
 
-# The interpreter multiplies matrices of bfloat16 by their bit patterns; float16 takes the same path of the kernels.
+# The interpreter multiplies bfloat16 matrices by their bit patterns; kernels treat float16 in the same way.
 HALF_DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-# Triton's interpreter cuts bfloat16 off where a GPU rounds to nearest.
+# Triton's interpreter truncates to bfloat16, while a GPU rounds to nearest.
 BFLOAT16_BOUND = 5e-3 if torch.cuda.is_available() else 1.5e-2
-# Compiled kernels add up 128 + w of int4 and take 128 times the sum of x off again, which costs digits of float32.
+# Compiled kernels multiply by 128 + w of int4 and subtract 128 times the sum of x, which costs float32 digits.
 INT4_FLOAT32_BOUND = 2e-5 if torch.cuda.is_available() else 2e-6
 
 QUANTIZERS = {torch.int8: quantize_rows_int8, FP8_DTYPE: quantize_rows_fp8}  # references
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """Norm of the difference over the norm of the reference; NaN anywhere gives NaN, which no bound passes."""
+    """Return norm(difference) / norm(reference); NaN anywhere gives NaN, which is below no bound."""
     out, reference = out.double(), reference.double()
     return float((out - reference).norm() / reference.norm())
 
 
 def dequantized(values: Tensor, scales: Tensor) -> Tensor:
-    """Rows of `values` times their scales, exact."""
+    """Multiply rows of `values` by their scales, exactly."""
     return values.double() * scales.double()[:, None]
 
 
 def windowed_attention(
     q: Tensor, keys: Tensor, values: Tensor, window: int = 0, sinks: Tensor | None = None
 ) -> Tensor:
-    """Reference of `kernels/paged_attention.py`'s formula with a window, if it is not 0, and sinks (num_heads,).
+    """Compute the formula of `kernels/paged_attention.py` with a window, if it is not 0, and sinks (num_heads,).
 
     See `attend_causally` for the shapes.
     """
@@ -54,13 +54,13 @@ def poisoned_pool(
     num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int,
     dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """A KV pool of NaN: what is read without having been written shows."""
+    """Return a KV pool of NaN, so that reads before writes show."""
     shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
 def fill_sequence(pool: Tensor, layer: int, block_ids: list[int], seq_len: int) -> Tensor:
-    """Random K and V for one sequence, stored in its blocks. Returns them: (2, num_kv_heads, seq_len, head_dim)."""
+    """Store random K and V of a sequence in its blocks and return them: (2, num_kv_heads, seq_len, head_dim)."""
     num_kv_heads, block_size, head_dim = pool.shape[3:]
     kv = torch.randn(2, num_kv_heads, seq_len, head_dim, device=pool.device).to(pool.dtype)
     for index, block_id in enumerate(block_ids):
@@ -70,7 +70,7 @@ def fill_sequence(pool: Tensor, layer: int, block_ids: list[int], seq_len: int) 
 
 
 def block_tables_for(seq_lens: list[int], block_size: int, device: torch.device) -> tuple[list[list[int]], Tensor]:
-    """Shuffled blocks for each sequence, and the same as an int32 table whose unused entries point nowhere."""
+    """Return shuffled blocks for each sequence, and an int32 table of them whose unused entries are out of range."""
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     shuffled = torch.randperm(sum(counts)).tolist()
     tables, first = [], 0
@@ -84,7 +84,7 @@ def block_tables_for(seq_lens: list[int], block_size: int, device: torch.device)
 
 
 def give_back_blocks(pool: Tensor, tables: list[list[int]], table: Tensor, first_keys: list[int]) -> None:
-    """Fill blocks that end before each sequence's first key with NaN, and let their entries point nowhere."""
+    """Fill blocks before each sequence's first key with NaN, and set their entries out of range."""
     for row, (ids, first_key) in enumerate(zip(tables, first_keys, strict=True)):
         count = first_key // pool.shape[4]
         pool[ids[:count]] = float("nan")

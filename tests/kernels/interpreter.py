@@ -43,7 +43,7 @@ _constants: dict[Any, list[str]] = {}  # names of a kernel's constants
 
 @cache
 def _replace_all() -> None:
-    """Replace the language's functions in both of its modules that functions may see."""
+    """Replace the language's functions in `tl` and `tl.core`."""
     _replace(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     plan_operations()
 
@@ -128,7 +128,7 @@ def _signature(kernel: Any) -> inspect.FullArgSpec:
 
 
 def _bind(kernel: Any, /, *args: Any, **options: Any) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     names = _signature(kernel).args
     bound = {**dict(zip(names, args, strict=False)), **options}
     if len(names) == len(bound) == len(args) + len(options):

@@ -1,10 +1,10 @@
-"""Operations of Triton's interpreter as one call of numpy each, where types say that this is what they come to.
+"""Operations of Triton's interpreter as one call of numpy each, if the types of their operands allow it.
 
 For each operation, the interpreter checks types, converts and broadcasts operands by operations of their own and
 looks its function up: 20 to 100 us of Python around 1 us of numpy. All of that depends on the operands' types, shapes
-included, and on the values of Python's numbers. Here, the first operation on some types takes the interpreter's own
-way, with all that it refuses, and leaves a plan: what numpy computes, and the result's type. Those after it follow
-the plan. bfloat16, 8-bit floats and what else numpy lacks have no plan and go the interpreter's way each time.
+included, and on the values of Python's numbers. Here, the first operation on some types runs in the
+interpreter, with all its checks, and leaves a plan: numpy's function and the result's type. Later ones follow the
+plan. bfloat16, 8-bit floats and other types that numpy lacks have no plan and always run in the interpreter.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _COMPARISONS: dict[str, Any] = {
 }  # fmt: skip
 _BITWISE: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _FUNCTIONS = {**_ARITHMETIC, **_COMPARISONS, **_BITWISE}
-_MAKE_TENSORS_FIRST = {*_COMPARISONS, "maximum", "minimum"}  # of numbers, whose own type then counts
+_MAKE_TENSORS_FIRST = {*_COMPARISONS, "maximum", "minimum"}  # from numbers, so that the numbers' types count
 
 
 def _make(data: Any, element: Any, type_: Any) -> Any:
-    """A tensor of `type_` with these numbers, unchecked. element: the type of one of them."""
+    """Make a tensor of `type_` with these numbers, unchecked. element: the type of one of them."""
     handle = _new(_handle)
     handle.data, handle.dtype, handle.attr = data, element, {}
     return _tensor(handle, type_)
 
 
 def _key(operand: Any) -> Any:
-    """What of an operand a plan depends on."""
+    """Return the properties of an operand that a plan depends on."""
     return operand.type.name if type(operand) is _tensor else (type(operand), operand)
 
 
@@ -67,7 +67,7 @@ def _is_plannable(operand: Any) -> bool:
 
 
 def _loaded(operand: Any, computed: Any, is_number: bool) -> Callable[[Any], Any] | None:
-    """How a plan gets an operand of type `computed` from a tensor's data; None: these are it."""
+    """Return the conversion of an operand's data to type `computed`; None if they have this type."""
     if type(operand) is _tensor:
         if operand.type.scalar == computed:
             return None
@@ -102,7 +102,7 @@ def _offset_plan(pointers: Any, offsets: Any, result: Any) -> Any:
 
 
 def _types_of(name: str, lhs: Any, rhs: Any) -> tuple[Any, list[bool]] | None:
-    """The type that an operation is computed in, and which operands are numbers that take it; None without a plan."""
+    """Return an operation's type, and which operands are numbers that take it; None without a plan."""
     one, other = (_language.to_tensor(operand).type.scalar for operand in (lhs, rhs))
     if one.name not in _NUMPY_TYPES or other.name not in _NUMPY_TYPES:
         return None
@@ -115,7 +115,7 @@ def _types_of(name: str, lhs: Any, rhs: Any) -> tuple[Any, list[bool]] | None:
 
 
 def _plan(name: str, lhs: Any, rhs: Any, result: Any) -> Any:
-    """What an operation with this result computes of its operands' data, and the result's types; else False."""
+    """Return a function that computes the result from the operands' data, and its types; False without one."""
     if not (_is_plannable(lhs) and _is_plannable(rhs)):
         return False
     if type(lhs) is _tensor and lhs.type.scalar.is_ptr():
@@ -130,7 +130,7 @@ def _plan(name: str, lhs: Any, rhs: Any, result: Any) -> Any:
 
 
 def _planned(name: str, long_way: _Long, is_reflected: bool = False) -> _Long:
-    """A method or function of two operands, the first of them a tensor."""
+    """Plan a method or function of two operands, the first of them a tensor."""
     plans: dict[Any, Any] = {}
 
     @wraps(long_way)
@@ -202,7 +202,7 @@ def _cast(self: Any, operand: Any, target: Any, rounding: Any = None) -> Any:
     if plan is None:
         source, element = operand.type.scalar, target.scalar
         names = source.name, element.name
-        is_direct = "fp16" not in names or "fp32" in names  # else over float32
+        is_direct = "fp16" not in names or "fp32" in names  # otherwise by way of float32
         if names[0] != names[1] and names[1] != "int1" and is_direct and _NUMPY_TYPES.keys() >= set(names):
             _casts[key] = np.dtype(_NUMPY_TYPES[element.name]), element, result.type
         else:
@@ -237,7 +237,7 @@ def _scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
 
 
 def _indexed(long_way: _Long) -> _Long:
-    """`x[:, None]`: a view."""
+    """Plan `x[:, None]`, which is a view."""
     types: dict[Any, Any] = {}
     whole = slice(None)
 
@@ -394,7 +394,7 @@ def _reductions(long_way: _Long) -> _Long:
 
 
 def bind_semantic(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Give a function of the language the interpreter's semantic: `interpreter._patch_attr` with one call fewer."""
+    """Bind the interpreter's semantic to a function, as `interpreter._patch_attr` does, with one call fewer."""
     inner = getattr(member, "__wrapped__", member)
 
     def call(*args: Any, **options: Any) -> Any:
@@ -405,7 +405,7 @@ def bind_semantic(obj: Any, name: str, member: Any, builder: Any, scope: Any) ->
 
 
 def plan_operations() -> None:
-    """Replace what the interpreter has put into tl, tl.core and their tensors."""
+    """Replace the functions that the interpreter has put into tl, tl.core and their tensors."""
     for name in _FUNCTIONS:
         for method, is_reflected in ((f"__{name}__", False), (f"__r{name}__", True)):
             if (is_reflected and name in _MAKE_TENSORS_FIRST) or not hasattr(_tensor, method):

@@ -20,7 +20,7 @@ PRELOADED = ("engine.assembly", "engine.gpu.runner", "tests.kernels.interpreter"
 
 
 def map_files(folder: Path, kind: str, size: int, num_bytes: int) -> list[torch.Tensor]:
-    """Memory of all ranks, uint8."""
+    """Map the files of all ranks as uint8 tensors."""
     found = []
     for rank in range(size):
         with open(folder / f"{kind}{rank}", "r+b") as file:
@@ -30,13 +30,13 @@ def map_files(folder: Path, kind: str, size: int, num_bytes: int) -> list[torch.
 
 
 def make_files(folder: Path, kind: str, size: int, num_bytes: int) -> None:
-    """Zeros for all ranks."""
+    """Write a file of zeros for each rank."""
     for rank in range(size):
         (folder / f"{kind}{rank}").write_bytes(bytes(num_bytes))
 
 
 def run_ranks(run_rank: RunRank, folder: Path, size: int) -> None:
-    """Run a function of a module for each rank, to its end."""
+    """Run a module's function in a process for each rank, and wait until all have succeeded."""
     ranks: list[BaseProcess] = []
     try:
         for rank in range(size):

@@ -13,7 +13,7 @@ from kernels.gpu.launch import FastLaunch
 
 
 class Kernel:
-    """A kernel that notes what was compiled, and what was started of it."""
+    """A kernel that records its compilations and its launches."""
 
     arg_names = ("x", "n", "scale", "BLOCK", "IS_LAST")
 
@@ -87,7 +87,7 @@ def _shift_kernel(x_ptr, out_ptr, n, by, BLOCK: tl.constexpr):
 
 
 def test_a_real_kernel_gives_the_same_every_time(device: torch.device) -> None:
-    """Addresses and numbers of every kind that Triton compiles a kernel of its own for."""
+    """Covers each kind of addresses and numbers for which Triton compiles a separate variant."""
     memory = torch.randn(200, device=device)
     for _ in range(2):
         for first, n, by in ((0, 64, 1), (1, 64, 2), (0, 33, 16), (4, 1, 3), (0, 100, 2**33)):

@@ -1,4 +1,4 @@
-"""Planned operations of the interpreter give what its own way gives."""
+"""Planned operations of the interpreter give the results of the interpreter itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensor(dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 def outcome(operation: Any, *operands: Any) -> Any:
-    """Type and numbers of the result, or what is raised."""
+    """Return the type and numbers of the result, or the type of the exception."""
     try:
         result = operation(*operands)
     except (
@@ -98,7 +98,7 @@ def test_dots_equal_the_long_way(dtype: Any) -> None:
     for total in (tensor(tl.int32, (16, 16)), tensor(tl.float32, (16, 16)), tensor(tl.float32, (16, 8)), None):
         expected = outcome(tl.dot.__wrapped__, one, other, total)
         assert [outcome(tl.dot, one, other, total) for _ in range(2)] == [expected] * 2
-        assert outcome(tl.dot, one, one, total) is AssertionError  # of these shapes there is no product
+        assert outcome(tl.dot, one, one, total) is AssertionError  # these shapes cannot be multiplied
 
 
 @pytest.mark.parametrize("element", [tl.int1, tl.uint8, tl.int32, tl.float16, tl.bfloat16, tl.float32], ids=str)

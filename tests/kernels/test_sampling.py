@@ -24,7 +24,7 @@ def stats_for(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
 def sample_reference(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
 ) -> int:
-    """One row (vocab,), by sorting."""
+    """Sample from one row (vocab,), by sorting."""
     row = logits.float()
     if temperature <= 0:
         return int(row.argmax())
@@ -48,7 +48,7 @@ def sample(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, seeds: Tensor,
     positions: Tensor, stats: Tensor, token_ids: Tensor, last_tokens: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Run both kernels, as on a GPU that has all logits."""
+    """Run both kernels, as a GPU does that has all logits."""
     chunk_stats(logits, temperatures, seeds, positions, stats, logits.shape[1])
     choose_tokens(
         logits, stats, temperatures, top_ks, top_ps, min_ps, seeds, positions, token_ids, last_tokens

@@ -39,7 +39,7 @@ def plan_of(
     lengths: Tensor, num_heads: int, pool: Tensor, config: DecodeConfig | None = None, programs: int | None = None,
     window: int = 0,
 ) -> DecodePlan:  # fmt: skip
-    """The plan with the settings and programs asked for, or chosen."""
+    """Return a plan with the given settings and programs, otherwise with chosen ones."""
     chosen = plan_decode(lengths, num_heads, pool, window)
     config = config or chosen.config
     return make_plan(lengths, config, programs or num_programs(pool.shape[3], lengths.device, config), window)
@@ -86,7 +86,7 @@ def test_equals_the_reference(programs: int | None, num_heads: int, num_kv_heads
 @pytest.mark.parametrize("dtype", [torch.float32, HALF_DTYPE])
 @pytest.mark.parametrize("programs", [1, 4])
 def test_eight_bit_keys_and_values(dtype: torch.dtype, programs: int, device: torch.device) -> None:
-    """Against the reference over the same stored numbers: what they were rounded from is not the kernel's error."""
+    """The reference reads the same stored numbers, so their rounding does not count as the kernel's error."""
     run([1, 17, 70], 7, 1, 16, dtype, device, programs, kv_dtype=torch.float8_e4m3fn)
 
 
@@ -106,7 +106,7 @@ def test_blocks_larger_and_smaller_than_a_tile(block_size: int, device: torch.de
 def test_more_blocks_than_a_program_lists_at_a_time(
     block_size: int, seq_len: int, programs: int, device: torch.device
 ) -> None:
-    """Also where a program's first tile lies inside a block: 4,200 keys are 263 tiles, 132 of them the first's."""
+    """Also if a program's first tile lies inside a block: 4,200 keys are 263 tiles, 132 of the first program."""
     assert seq_len // block_size // programs >= LISTED_BLOCKS.value
     run([seq_len, 40], 2, 1, block_size, torch.float32, device, programs, config=LISTS_BLOCKS)
 
@@ -118,7 +118,7 @@ def test_shares_that_begin_inside_a_block(device: torch.device) -> None:
 @pytest.mark.parametrize("programs", [1, 5, 16])
 @pytest.mark.parametrize("window", [0, 40])
 def test_uneven_rows_and_padding_between_them(programs: int, window: int, device: torch.device) -> None:
-    """Programs whose run is a part of a row, several rows, or nothing."""
+    """Programs compute a part of a row, several rows, or nothing."""
     run([300, 0, 5, 0, 17, 90, 1, 33], 4, 2, 16, torch.float32, device, programs, window=window)
 
 
@@ -220,7 +220,7 @@ def test_a_workspace_that_is_too_small_is_refused(device: torch.device) -> None:
 def test_windows_and_sinks(
     window: int, has_sinks: bool, programs: int, config: DecodeConfig, device: torch.device
 ) -> None:
-    """Blocks in front of a window are not read: entries of tables point nowhere there."""
+    """Blocks before a window are not read: their table entries are out of range."""
     seq_lens, num_heads, num_kv_heads = [1, 32, 33, 70, 200], 4, 2
     tables, table = block_tables_for(seq_lens, 32, device)
     pool = poisoned_pool(sum(map(len, tables)), 2, num_kv_heads, 32, 32, torch.float32, device)

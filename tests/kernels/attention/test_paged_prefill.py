@@ -76,7 +76,7 @@ def check_large_blocks(
     has_boxes: bool, kv_dtype: torch.dtype, block_size: int, tile_m: int, device: torch.device,
     split: Split | None = None,
 ) -> None:  # fmt: skip
-    """What lies in other layers, heads and blocks is NaN: a box in the wrong place shows."""
+    """Other layers, heads and blocks are NaN, so that a load from the wrong place shows."""
     seq_lens, starts = [170, 290], [0, 30, 50]
     tables, table = block_tables_for(seq_lens, block_size, device)
     pool = poisoned_pool(sum(map(len, tables)), 2, 2, block_size, 32, kv_dtype, device)
@@ -142,7 +142,7 @@ def check_windows_and_sinks(
     window: int, has_sinks: bool, block_size: int, tile_n: int, has_boxes: bool, device: torch.device,
     split: Split | None = None,
 ) -> None:  # fmt: skip
-    """Blocks in front of a window are not read: entries of tables point nowhere there."""
+    """Blocks before a window are not read: their table entries are out of range."""
     num_heads, num_kv_heads, seq_lens, starts = 4, 2, [21, 190, 133], [0, 21, 71, 72]
     dtype = HALF_DTYPE if has_boxes else torch.float32
     tables, table = block_tables_for(seq_lens, block_size, device)

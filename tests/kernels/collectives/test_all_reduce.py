@@ -39,7 +39,7 @@ def inputs(rank: int, step: int, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def open_segments(folder: Path, kind: str, rank: int, num_programs: int, width: int) -> SymmetricMemory:
-    """As on GPUs, with files instead of descriptors."""
+    """Open symmetric memory as on GPUs, with files instead of descriptors."""
     count = symmetric_bytes(SIZE, num_programs, width, torch.bfloat16)
     addresses = [mapped.data_ptr() for mapped in map_files(folder, kind, SIZE, count)]
     counters = torch.zeros(num_programs, dtype=torch.int32)
@@ -47,7 +47,7 @@ def open_segments(folder: Path, kind: str, rank: int, num_programs: int, width: 
 
 
 class FileGroup:
-    """What `VocabShards` needs of a group."""
+    """The parts of a group that `VocabShards` needs."""
 
     def __init__(self, peers: SymmetricMemory) -> None:
         self.rank, self.size, self.dtype, self._peers = peers.rank, peers.size, peers.dtype, peers
@@ -57,7 +57,7 @@ class FileGroup:
 
 
 def sampled(sampler: DeviceSampler, logits: torch.Tensor) -> torch.Tensor:
-    """Tokens of six rows: greedy, random, and truncated in every way."""
+    """Sample tokens of six rows: greedy, random, and with each kind of truncation."""
     params = [
         SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(seed=2, top_k=5),
         SamplingParams(seed=3, top_p=0.5), SamplingParams(seed=4, min_p=0.2, temperature=0.7),
@@ -69,7 +69,7 @@ def sampled(sampler: DeviceSampler, logits: torch.Tensor) -> torch.Tensor:
 
 
 def vocab_logits() -> torch.Tensor:
-    """(6, VOCAB): the last rank's part ends in one column of padding."""
+    """Return logits (6, VOCAB); the last rank's part ends in one column of padding."""
     return (torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3)) * 2).to(torch.bfloat16)
 
 

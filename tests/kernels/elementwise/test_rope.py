@@ -54,7 +54,7 @@ def test_equals_the_reference(
     bound = 1e-6 if dtype == torch.float32 else BFLOAT16_BOUND
     assert relative_error(qkv, expected_qkv) < bound
     written = ~expected_pool.isnan()
-    assert torch.equal(written, ~pool.isnan())  # nothing else was touched, other layers included
+    assert torch.equal(written, ~pool.isnan())  # nothing else has changed, in other layers either
     assert relative_error(pool[written], expected_pool[written]) < bound
 
 

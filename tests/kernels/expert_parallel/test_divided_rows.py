@@ -21,7 +21,7 @@ WEIGHT = torch.linspace(0.5, 1.5, N).to(torch.bfloat16)
 
 
 def outputs(rank: int, step: int, block: int) -> Tensor:
-    """A rank's share of what a block adds to all rows."""
+    """Return a rank's partial output of a block for all rows."""
     generator = torch.Generator().manual_seed(100 * step + 10 * block + rank)
     return torch.randn(STEPS[step], N, generator=generator).to(torch.bfloat16)
 

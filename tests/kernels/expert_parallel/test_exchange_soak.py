@@ -23,18 +23,18 @@ WEIGHT = torch.ones(N)
 
 
 def steps() -> list[tuple[int, bool]]:
-    """Tokens of each step, and whether there is a block of experts in it."""
+    """Return the number of tokens of each step, and whether it has a block of experts."""
     rng = random.Random(5)
     return [(rng.randint(1, MAX_TOKENS), rng.random() < 0.7) for _ in range(NUM_STEPS)]
 
 
 def output(step: int, rank: int, tokens: int) -> Tensor:
-    """A rank's share of what a block adds."""
+    """Return a rank's partial output of a block."""
     return torch.randn(tokens, N, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def choices(step: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Shares and experts; in some steps nearly all are the first rank's."""
+    """Return shares and experts; in some steps nearly all experts are the first rank's."""
     scores = torch.rand(tokens, SIZE * HELD, generator=torch.Generator().manual_seed(step))
     scores[:, :HELD] += 3 * (step % 3 == 0)
     shares, chosen = scores.topk(TOP_K)

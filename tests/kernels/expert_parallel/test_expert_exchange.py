@@ -1,4 +1,4 @@
-"""Dispatch and combine between processes, through the interpreter; on GPUs the engine's tests have them."""
+"""Dispatch and combine between interpreted processes; the engine's tests cover GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT = ExchangeLayout(SIZE, rows_a_rank(MAX_TOKENS, SIZE), HIDDEN, TOP_K, torc
 
 
 def inputs(step: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, shares, choices of all ranks' tokens; choices of one rank's experts alone are among them."""
+    """Return x, shares, choices of all ranks' tokens; every third token prefers the first rank's experts."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
     scores = torch.rand(num_tokens, SIZE * HELD, generator=generator)
@@ -36,19 +36,19 @@ def inputs(step: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def of_rank(whole: Tensor, rank: int) -> Tensor:
-    """Its rows, with arbitrary numbers in those that do not exist."""
+    """Return the rank's rows, padded with arbitrary numbers."""
     rows = rows_a_rank(whole.shape[0], SIZE)
     own = whole[rank * rows : (rank + 1) * rows]
     return torch.cat([own, torch.ones(rows - own.shape[0], *whole.shape[1:], dtype=whole.dtype)])
 
 
 def factor(expert: Tensor) -> Tensor:
-    """What expert e of a layer, of shared ones the same on each rank, multiplies x by."""
+    """Return the factor by which an expert multiplies x; shared experts have the same one on each rank."""
     return 1 + expert.float()
 
 
 def parts_of(x: Tensor, shares: Tensor, chosen: Tensor, rank: int) -> Tensor:
-    """(choices, slots, hidden), as grouped GEMMs leave them; nothing is defined where a choice is another rank's."""
+    """Return (choices, slots, hidden), as grouped GEMMs do; NaN where a choice is another rank's."""
     experts = torch.where(chosen < HELD, chosen + rank * HELD, chosen - HELD + SIZE * HELD)
     parts = x.float() * (shares * factor(experts)).t()[..., None]
     return torch.where((chosen >= 0).t()[..., None], parts, float("nan")).bfloat16().contiguous()
@@ -64,7 +64,7 @@ def run_rank(folder: Path, rank: int) -> None:
         x, shares, chosen = (of_rank(each, rank) for each in inputs(step, tokens))
         memory.moved.zero_()
         came = dispatch(x, shares, chosen, tokens, HELD, memory, is_padded=form == "padded", lists=form == "grouped")
-        received = came.x.clone()  # behind combine, a peer may send the next ones
+        received = came.x.clone()  # after combine, a peer may send the next ones
         if came.pairs is not None:
             expected = sort_pairs(came.chosen, HELD + NUM_SHARED)
             assert torch.equal(came.pairs.counts, expected.counts)

@@ -6,7 +6,7 @@ from kernels.gpu.expert_parallel.expert_loads import count_choices
 
 
 def test_equals_the_reference(device: torch.device) -> None:
-    """Shared experts and rows without a slot are left out; loads go on from what they were."""
+    """Shared experts and rows without a slot are not counted; counts are added to earlier loads."""
     num_tokens, num_experts = 300, 7
     experts = torch.stack([torch.randperm(num_experts)[:3] for _ in range(num_tokens)])
     chosen = torch.cat([experts, torch.tensor([7, 8]).expand(num_tokens, -1)], dim=1).int().to(device)

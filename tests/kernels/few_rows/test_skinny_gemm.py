@@ -19,7 +19,7 @@ QUANTIZED_CONFIGS = [TileConfig(32, 32, split_k, 4, 2, block_m=16) for split_k i
 
 
 def poisoned_workspace(device: torch.device) -> SplitKWorkspace:
-    """Partial sums that are read without having been written show."""
+    """Return a workspace of NaN, so that partial sums that are read before they are written show."""
     workspace = SplitKWorkspace(device)
     workspace.partials.fill_(float("nan"))
     return workspace
@@ -38,7 +38,7 @@ def test_equals_the_reference(
     bias = torch.randn(n, device=device).to(dtype) if has_bias else None
     workspace = poisoned_workspace(device)
     expected = functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
-    for _ in range(2):  # the second launch finds the counters as the first left them
+    for _ in range(2):  # the second launch starts with the counters that the first one left
         out = skinny_gemm(x, weight, bias, workspace, config)
         assert relative_error(out, expected) < (1e-6 if dtype == torch.float32 else BFLOAT16_BOUND)
         assert not workspace.counters.any()

@@ -1,4 +1,4 @@
-"""Tables of settings: which rule is found, and what they leave to other kernels."""
+"""Tuning tables: which rule is found, and which shapes are left to other kernels."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_derived_numbers_of_a_gemm() -> None:
 
 
 def unreached(table: GemmTable[Any]) -> set[Any]:
-    """Settings that none of many shapes finds: their rules are dead, or come after the wrong ones."""
+    """Return settings that none of many shapes finds: their rules are dead, or in the wrong order."""
     found = {table.find(rows, n, k) for rows in (1, 8, 9, 16, 32, 64, 128, 256, 512, 4096) for n, k in SHAPES}
     return {rule.config for rule in table.rules} - found
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_rule_is_found_somewhere(name: str) -> None:
-    """And so names only numbers that exist."""
+    """So the rules contain no impossible conditions."""
     assert not unreached(TABLES[name])
 
 

@@ -28,7 +28,7 @@ def on(device: torch.device, slots: list[int]) -> RowTiles:
 
 
 def weights(max_rank: int, k: int, starts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> SlotWeights:
-    """Adapters of several ranks, of which one leaves a module alone. What lies beyond a rank is not a number."""
+    """Make adapters of several ranks, one without a certain module. Weights beyond a rank are NaN."""
     found = SlotWeights.empty(NUM_SLOTS, max_rank, k, starts, dtype, device)
     found.a.copy_(torch.randn(found.a.shape, device=device) * k**-0.5)
     found.b.copy_(torch.randn(found.b.shape, device=device))
@@ -74,7 +74,7 @@ def test_equals_the_reference(
 @pytest.mark.parametrize("num_rows", [1, 15, 70])
 @pytest.mark.parametrize(("max_rank", "first_id"), [(8, 0), (40, 30)])
 def test_an_embedding_looks_up_columns(num_rows: int, max_rank: int, first_id: int, device: torch.device) -> None:
-    """As one-hot rows of x would give. Tokens that are not in a rank's part of the vocabulary give nothing."""
+    """The result is that of one-hot rows of x. Tokens outside of a rank's part of the vocabulary add nothing."""
     own = weights(max_rank, 53, (0, 48), torch.float32, device)
     token_ids = torch.tensor([(row * 31) % 90 for row in range(num_rows)], device=device)
     one_hot = torch.zeros(num_rows, 90 + 53, device=device).scatter_(1, token_ids[:, None], 1)
@@ -86,7 +86,7 @@ def test_an_embedding_looks_up_columns(num_rows: int, max_rank: int, first_id: i
 
 
 def test_a_row_does_not_depend_on_those_beside_it(device: torch.device) -> None:
-    """While an adapter has up to four rows: more are multiplied by tensor cores, in another order."""
+    """If an adapter has at most four rows: more are multiplied by tensor cores, in another order."""
     own = weights(16, 96, (0, 64), torch.float32, device)
     x = torch.randn(14, 96, device=device)
     slots = [row % NUM_SLOTS for row in range(14)]
@@ -99,7 +99,7 @@ def test_a_row_does_not_depend_on_those_beside_it(device: torch.device) -> None:
 
 
 def test_parts_of_wider_tensors(device: torch.device) -> None:
-    """Rows of x and y may lie apart: a part of a merged layer's output."""
+    """Rows of x and y may have gaps between them, as a part of a merged layer's output has."""
     own = weights(8, 64, (0, 48), torch.float32, device)
     wide_x, wide_y = torch.randn(5, 100, device=device), torch.randn(5, 90, device=device)
     before, slots = wide_y.clone(), [0, 1, NOTHING, 3, 0]

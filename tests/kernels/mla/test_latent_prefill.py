@@ -18,7 +18,7 @@ SCALE = 0.11
 
 @pytest.mark.parametrize(("num_heads", "dtype"), [(4, torch.float32), (16, HALF_DTYPE), (72, HALF_DTYPE)])
 def test_chunks_equal_the_reference(num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
-    """A whole prompt, a chunk behind cached tokens, one token; tokens of no tile stay as they were."""
+    """A whole prompt, a chunk after cached tokens, one token; outputs of tokens without a tile do not change."""
     seq_lens, block_size = [33, 70, 9], 16
     tables, table = block_tables_for(seq_lens, block_size, device)
     pool = torch.full((sum(map(len, tables)), 2, 1, 1, block_size, WIDTH), float("nan"), device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""Grouped kernels over experts of 4 bits, and of 8 bits in groups, against the weights that they stand for."""
+"""Grouped kernels over experts of 4 bits, and of 8 bits in groups, against their dequantized weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_equals_the_weights_that_are_meant(
 @pytest.mark.parametrize("maker", ["int4", "e2m1", "e4m3"])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_biases_are_added_once(maker: str, num_tokens: int, device: torch.device) -> None:
-    """To a sum of one row's experts, too, where programs add up slices of an expert's columns."""
+    """Also for one row, whose programs add up slices of an expert's columns."""
     x = torch.randn(num_tokens, 128, device=device)
     weight, scales, wide = MAKERS[maker](64, 128, 32, device)
     bias = 9 * torch.randn(NUM_EXPERTS, 64, device=device)

@@ -23,16 +23,16 @@ ALPHA, LIMIT = 1.702, 2.0
 
 
 def choices(num_tokens: int, device: torch.device, few_experts: bool = False) -> tuple[Tensor, Tensor]:
-    """Distinct experts of each token, and their shares."""
+    """Choose distinct experts for each token. Returns them and their shares."""
     scores = torch.rand(num_tokens, NUM_EXPERTS, device=device)
     if few_experts:
-        scores[:, :TOP_K] += 2.0  # the others get no token at all
+        scores[:, :TOP_K] += 2.0  # the others get no token
     shares, chosen = scores.softmax(dim=-1).topk(TOP_K, dim=-1)
     return chosen.to(torch.int32).contiguous(), shares.contiguous()
 
 
 def reference(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """Each token's shares of its experts' outputs, in double precision: (top_k, num_tokens, n)."""
+    """Compute the outputs of each token's experts times their shares in float64: (top_k, num_tokens, n)."""
     parts = []
     for j in range(TOP_K):
         experts = chosen[:, j].long()

@@ -30,7 +30,7 @@ TILES = [*dict.fromkeys(rule.config for table in TABLES for rule in table.rules)
 def test_equals_the_weights_that_are_meant(
     maker: str, group: int, inner: int, hidden: int, num_tokens: int, tile: ExpertTile, device: torch.device
 ) -> None:
-    """Tiles that are partly empty; of 2,880 columns, rows of W that end in zeros which x lacks."""
+    """Tiles may be partly empty; with 2,880 columns, rows of W end in zeros that x lacks."""
     x = torch.randn(num_tokens, hidden, device=device).bfloat16() / hidden**0.5
     gate_up, scales, wide = MAKERS[maker](2 * inner, hidden, group, device)
     bias = torch.randn(NUM_EXPERTS, 2 * inner, device=device).bfloat16()
@@ -52,7 +52,7 @@ def test_equals_the_weights_that_are_meant(
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(("maker", "group", "inner"), [("int4", 128, 768), ("e2m1", 32, 2944)])
 def test_down_is_shared_out(maker: str, group: int, inner: int, tile: ExpertTile, device: torch.device) -> None:
-    """With an expert that nobody chose, and pairs of other ranks, whose sums are not written."""
+    """One expert has no tokens, and pairs of other ranks are not written."""
     num_tokens, hidden = 200, 264
     chosen, shares = choices(num_tokens, device)
     chosen[chosen == 2] = -1

@@ -1,4 +1,4 @@
-"""Steps of the persistent kernel on a Hopper against torch, and what it says of models that it does not fit."""
+"""Steps of the persistent kernel on a Hopper against torch, and models that it does not support."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ V2_LITE = {
     ],
 )
 def test_steps_equal_torchs(changes: dict[str, int]) -> None:
-    """One after the other: a step must not read words of the one before. Then again, with the K and V they left."""
+    """A step must not read words of the previous one; later steps see K and V that earlier ones stored."""
     torch.manual_seed(0)
     programs = torch.cuda.get_device_properties(0).multi_processor_count
     shape = dataclasses.replace(QWEN3_06B, programs=programs, **changes).tuned()  # type: ignore[arg-type]  # no bool is there
@@ -147,6 +147,6 @@ def test_models_that_do_not_fit(changes: dict[str, int]) -> None:
     ids=["two whole stages in the ring", "30B-A3B in e4m3", "7B in e4m3", "Qwen2.5-7B"],
 )
 def test_loads_on_their_way(changes: dict[str, int], halves: int) -> None:
-    """As many as were fastest on an H200 (docs/performance_log.md), with all the slots that shared memory has."""
+    """As many as were fastest on an H200 (docs/performance_log.md), with all slots that fit into shared memory."""
     tuned = dataclasses.replace(QWEN3_06B, **changes).tuned()  # type: ignore[arg-type]  # which has a bool, too
     assert (tuned.slots, tuned.halves_ahead) == (12, halves)

@@ -11,7 +11,7 @@ from tests.kernels.helpers import BFLOAT16_BOUND, relative_error
 @pytest.mark.parametrize(("rows", "n"), [(1, 64), (3, 100), (0, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_norm_addition_and_norm(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Weights have 32 bits, whatever the type of x."""
+    """Weights are float32 for any type of x."""
     x = (torch.randn(rows, n + 8, device=device) * 3).to(dtype)[:, :n]
     residual = torch.randn(rows, n, device=device).to(dtype)
     post, weight = torch.randn(2, n, device=device)

@@ -1,4 +1,4 @@
-"""Prompts' tiles whose keys are shared among programs: what whole tiles give."""
+"""Prompts' tiles whose keys are split among programs give the results of whole tiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 def split(
     tiles: list[Tile], num_kv_heads: int, tile_m: int, head_dim: int, device: torch.device,
 ) -> tuple[torch.Tensor, TileSplits]:  # fmt: skip
-    """With padding, as graphs have it."""
+    """Split tiles, and pad the result as graphs do."""
     num_spare = 20
     found, merges = split_tiles(tiles, num_spare)
     assert merges

@@ -15,7 +15,7 @@ OR_OF_AND = 0xEA  # lop3's table of (a & b) | c
 
 
 def run(assembly: str, words: torch.Tensor) -> list[torch.Tensor]:
-    """words: int16, of which two that follow each other share a register. Returns what $0 to $3 hold, int16."""
+    """Run assembly on int16 words, of which each two share a register. Returns the words of $0 to $3, int16."""
     registers = {"$4": words.numpy().view(np.uint32)}
 
     def value(name: str) -> Any:

@@ -42,7 +42,7 @@ def packed_of(bits: int, group: int, n: int, k: int, device: torch.device) -> Pa
 def random_case(
     bits: int, group: int, rows: int, n: int, has_bias: bool, device: torch.device
 ) -> tuple[Tensor, PackedWeight, Tensor | None, Tensor]:
-    """x, weight, bias and the product in float64."""
+    """Return x, weight, bias, and the result in float64."""
     packed = packed_of(bits, group, n, 768, device)
     x = torch.randn(rows, 768, device=device).bfloat16()
     bias = torch.randn(n, device=device).bfloat16() if has_bias else None
@@ -101,7 +101,7 @@ def test_few_rows_equal_the_reference(
 def test_streams_equal_the_reference(
     config: StreamConfig, rows: int, bits: int, group: int, n: int, has_bias: bool, device: torch.device
 ) -> None:
-    """Tiles that several programs share, and programs of several tiles."""
+    """Some tiles are split among programs, and some programs have several tiles."""
     x, packed, bias, expected = random_case(bits, group, rows, n, has_bias, device)
     assert can_stream(x, packed)
     workspace = SplitKWorkspace(device, 1 << 24)
@@ -128,13 +128,13 @@ def test_what_can_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     [(296, 28, 264, 32), (28, 148, 132, 37), (18, 28, 264, 4), (5, 3, 132, 4)],
 )
 def test_shares_of_programs(tiles: int, steps: int, programs: int, share: int) -> None:
-    """Many tiles: equal shares. Few: as many programs for each tile, but not for less than 4 steps."""
+    """Many tiles: equal shares. Few: as many programs for each tile, with at least 4 steps each."""
     assert share_of(tiles, steps, programs, least=4) == share
     assert share * programs >= tiles * steps
 
 
 def test_activations_far_from_zero(device: torch.device) -> None:
-    """What all columns have in common is added in float32, not rounded with the weights."""
+    """The offset common to all columns is added in float32, not rounded with the weights."""
     packed = packed_of(4, 128, 32, 512, device)
     x = (torch.randn(2, 512, device=device) + 30).bfloat16()
     expected = functional.linear(x.double(), dequantize_packed(packed, torch.float64))

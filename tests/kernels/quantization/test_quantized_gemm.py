@@ -77,7 +77,7 @@ def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
 
 
 def test_sixteen_bits_of_outliers_are_no_worse_than_bfloat16(device: torch.device) -> None:
-    """A row as bad as can be for one scale: one element holds nearly all of its norm."""
+    """The worst row for a single scale: one element has nearly all of its norm."""
     x = torch.randn(4, 1024, device=device)
     x[:, 17] = 30 * x.norm(dim=1)
     weight, scales = quantize_rows_int8(torch.randn(64, 1024, device=device))

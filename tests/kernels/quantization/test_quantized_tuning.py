@@ -1,4 +1,4 @@
-"""Tables of settings of quantized GEMMs: which rule is found, and what they leave to other kernels."""
+"""Tuning tables of quantized GEMMs: which rule is found, and which shapes are left to other kernels."""
 
 from __future__ import annotations
 

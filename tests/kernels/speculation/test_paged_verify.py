@@ -26,7 +26,7 @@ PADDING = 0  # a group without a sequence
 
 
 class Case:
-    """Inputs of groups (keys of the first query, queries), in a step as `paged_verify` takes them."""
+    """Inputs of `paged_verify` for groups of (keys of the first query, number of queries)."""
 
     def __init__(
         self, groups: list[tuple[int, int]], num_heads: int, num_kv_heads: int, dtype: torch.dtype,
@@ -75,8 +75,8 @@ class Case:
         )  # fmt: skip
 
 
-# Lengths across the end of a tile (16 keys) and of a share (32 keys): the last share of the groups from 30, 62 and 64
-# keys on has none that their first queries see. Padding comes last, in columns that hold no group.
+# Lengths across the end of a tile (16 keys) and of a share (32 keys): in the groups from 30, 62 and 64 keys on, the
+# first queries see no key of the last share. Padding comes last, in columns that hold no group.
 MIXED = [(1, 4), (30, 4), (64, 2), (15, 3), (200, 1), (62, 4), (1, 1), (PADDING, 12)]
 
 
