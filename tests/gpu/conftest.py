@@ -1,4 +1,4 @@
-"""The GPU engine, compiled where there is a GPU, else through Triton's interpreter: a process of its own."""
+"""Runs the GPU engine with compiled kernels on a GPU, otherwise interpreted, in a separate process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few large programs where kernels are interpreted: the cost of one hardly depends on its size.
+    """Use few large programs if kernels are interpreted: their cost hardly depends on their size.
 
-    tests/kernels interprets them with the settings of a GPU.
+    tests/kernels interprets kernels with the settings of a GPU.
     """
     if torch.cuda.is_available():
         return
@@ -40,5 +40,5 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nobody writes to it."""
+    """A tiny model, which no test may change."""
     return save_tiny_model(tmp_path_factory.mktemp("model"))

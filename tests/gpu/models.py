@@ -1,4 +1,4 @@
-"""A tiny model written with safetensors alone: shapes that GPU kernels take, without transformers."""
+"""Tiny models for GPU kernels, written with safetensors and without transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = {
 def save_tiny_model(
     folder: Path, head_dim: int = 16, hidden: int = 64, inner: int = 96, num_experts: int = 0, num_choices: int = 3
 ) -> Path:
-    """Random weights with a spread that keeps logits apart. num_experts: 0: plain MLPs. num_choices: of a token."""
+    """Save random weights with well separated logits. num_experts: 0: plain MLPs. num_choices: experts per token."""
     generator = torch.Generator().manual_seed(7)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ def save_tiny_model(
 
 
 def save_family(folder: Path, changes: dict[str, Any]) -> Path:
-    """Random weights of what the family asks for, with a spread that keeps logits apart. changes: of CONFIG."""
+    """Save random weights of a family's tensors, with well separated logits. changes: of CONFIG."""
     raw = {**CONFIG, **changes}
     family = family_of(raw["architectures"][0])
     _, shapes = family.skeleton(family.adapt_config(config_from_hf(raw), raw))
@@ -80,7 +80,7 @@ def save_family(folder: Path, changes: dict[str, Any]) -> Path:
 
 
 def use_small_tiles(patch: pytest.MonkeyPatch, max_pairs: int) -> None:
-    """Settings that fit tiny experts and are quick to interpret. max_pairs: more are sorted."""
+    """Use settings that fit tiny experts and are fast to interpret. max_pairs: more pairs are sorted."""
     small = Table(Rule(GemvConfig(16, 32, num_warps=1, num_stages=1)))
     tiles = Table(Rule(TileConfig(64, 32, num_stages=1, block_m=16)))
     for name, value in (

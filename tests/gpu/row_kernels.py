@@ -1,4 +1,4 @@
-"""Kernels of a program for each row, computed by torch at once: interpreted, their programs took a third of the time.
+"""Kernels with a program per row, computed by torch at once: interpreted, they took a third of the time.
 
 tests/kernels interprets the real ones.
 """
@@ -17,7 +17,7 @@ from kernels.quantization.w4a16_gemm import dequantize_w4
 
 
 class Launched:
-    """Takes a kernel's grid and arguments."""
+    """Replaces a kernel: takes its grid and arguments."""
 
     def __init__(self, compute: Callable[..., None]) -> None:
         self._compute = compute

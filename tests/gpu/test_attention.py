@@ -1,4 +1,4 @@
-"""Every backend against plain attention: the real one on a GPU that has it, else torch with the same contract."""
+"""Every backend against plain attention: the real one on a GPU that has it, otherwise torch with its contract."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_FA3, NO_CUDNN = frozenset({"cudnn"}), frozenset({"fa3"})
 def attend_pages(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, seq_lens: Tensor, tables: Tensor, max_queries: int | None
 ) -> Tensor:
-    """Of packed rows, causal, aligned to a row's last query. K and V: (blocks, block size, KV heads, head_dim)."""
+    """Attend causally for packed rows, aligned to the last query. K, V: (blocks, block size, KV heads, head_dim)."""
     out = torch.empty_like(q)
     places = starts.tolist()
     assert max_queries == max(b - a for a, b in pairwise(places))
@@ -55,7 +55,7 @@ def flash_forward(
     cu_seqlens_q: Tensor | None, max_seqlen_q: int | None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None, seqused_k: Tensor | None = None, page_table: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """What FlashAttention-3's `fwd` computes, of the arguments that are used."""
+    """Compute FlashAttention-3's `fwd` for the arguments that are used."""
     assert is_causal
     assert num_splits == 0
     assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5)
@@ -76,7 +76,7 @@ def flash_forward(
 
 
 def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAttention:
-    """Small prompts go to cuDNN too, so that it is tested on a CPU."""
+    """Make a backend. Small prompts use cuDNN too, so that it is tested on a CPU."""
     if name == "triton":
         return PagedAttention(num_heads, pool.shape[3])
     if name == "cudnn":
@@ -96,7 +96,7 @@ def make(name: str, pool: Tensor, num_heads: int, max_tokens: int) -> PrefillAtt
 
 
 class Step:
-    """A pool with rows' K and V, and the q/k/v product of the tokens that a step computes of them."""
+    """A pool with K and V of rows, and the q/k/v output of the tokens that a step computes."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, query_lens: Sequence[int], seq_lens: Sequence[int],
@@ -125,7 +125,7 @@ class Step:
 
 
 def worst_token(out: Tensor, expected: Tensor) -> float:
-    """Largest error of a token: late ones, means of many values, are too small to show in the norm of all."""
+    """Return a token's largest error: late tokens, means of many values, are too small to show in the total norm."""
     return float(((out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
@@ -136,7 +136,7 @@ ROWS = {
     "prompts": ([25, 1, 40, 7], [25, 1, 40, 7]),
     "mixed": ([25, 13, 1], [25, 50, 33]),
 }
-UNEVEN = [7, 64, 65, 300, 511, 1030]  # ends before, at and behind the edges of tiles
+UNEVEN = [7, 64, 65, 300, 511, 1030]  # ends before, at and after the edges of tiles
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -156,7 +156,7 @@ def test_equals_plain_attention(name: str, num_heads: int, num_kv_heads: int, he
 def test_few_queries_over_a_cached_context_are_not_gathered_for(
     num_heads: int, follows: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted with the query heads of a KV head: those many rows read the same K and V."""
+    """Queries are counted times the query heads per KV head: all these rows read the same K and V."""
     monkeypatch.setattr(fa3, "MAX_PAGED_HEADS", 60)
     step = Step(num_heads, 1, 64, [follows, 7], [50, 30])
     backend = make("fa3 pages", step.pool, num_heads, 64)

@@ -113,7 +113,7 @@ def test_greedy_tokens_do_not_depend_on_the_steps(
 
 
 def test_experts_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of twelve a token: most tiles have one pair. `test_expert_loads.py` has tiles of several."""
+    """Three of twelve experts per token: most tiles have one pair. `test_expert_loads.py` has tiles of several."""
     model = save_tiny_model(tmp_path, inner=32, num_experts=12)
     use_small_tiles(monkeypatch, 6)
     expected = generate(reference(model), greedy())
@@ -134,7 +134,7 @@ def test_cached_prefix_gives_the_same_tokens(
 def test_after_a_step_that_failed_on_its_way_tokens_are_the_same(
     when: str, model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has half of what the step was about to send, as when memory ends."""
+    """The device has half of the step's inputs, as when memory runs out."""
     made, runner = open_gpu(model, monkeypatch, GpuConfig(use_cuda_graph=False), block_size=8)
     forward, failures = runner._forward.hidden, []
 
@@ -177,7 +177,7 @@ def test_abort_in_flight_leaves_the_others_alone(
 def test_16_bit_logits_are_near_those_of_float32(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are made to follow the reference's tokens; every step's logits are compared."""
+    """Both are forced to the reference's tokens; the logits of every step are compared."""
     plain = assemble(EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64))
     want = forced_logits(plain.engine, plain.runner, expected)
     made, runner = open_gpu(model, monkeypatch, PLAIN, dtype="bfloat16" if ON_GPU else "float16")
@@ -187,7 +187,7 @@ def test_16_bit_logits_are_near_those_of_float32(
 
 
 def forced_logits(made: Engine, runner: Any, tokens: Sequence[list[int]]) -> list[torch.Tensor]:
-    """Logits (tokens, vocab) of each prompt while its output is forced."""
+    """Return the logits (tokens, vocab) of each prompt while its output is forced."""
     seen: dict[str, list[torch.Tensor]] = {}
     for index, (prompt, params) in enumerate(zip(PROMPTS, greedy(), strict=True)):
         request = made.add_request(prompt, params)
@@ -212,7 +212,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logprobs_of(made: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[list[TokenLogprobs]]:
-    """Of sampled tokens: greedy ones would be the prompt's last, with a window or without."""
+    """Return log-probabilities of sampled tokens; greedy ones would repeat the prompt's last, with any window."""
     found: dict[int, list[TokenLogprobs]] = {}
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=6, temperature=2.0, seed=index, ignore_eos=True, logprobs=2)
@@ -224,7 +224,7 @@ def logprobs_of(made: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[li
 
 
 def test_windows(windowed: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks in front of it go back while steps are in flight, and the second round finds cached prefixes."""
+    """Blocks before the window are freed while steps are in flight; the second round finds cached prefixes."""
     alone = logprobs_of(reference(windowed))
     everywhere = logprobs_of(reference(model))
     assert max(abs(a.top_logprobs[1] - b.top_logprobs[1]) for a, b in zip(alone[2], everywhere[2], strict=True)) > 0.1

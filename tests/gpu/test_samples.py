@@ -1,4 +1,4 @@
-"""Rows whose logits change, and rows that ask for log-probabilities: sampled on the device, without the host."""
+"""Rows with processed logits or requested log-probabilities are sampled on the device, without the host."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ GRAMMARS = [
 
 @pytest.fixture(autouse=True)
 def _byte_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model has no tokenizer."""
+    """Use a tokenizer of bytes, since the tiny model has none."""
     monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
 
 
 def run(made: Engine, params: list[SamplingParams]) -> list[tuple[list[int], list[TokenLogprobs]]]:
-    """Tokens and log-probabilities of each request."""
+    """Run the requests. Returns tokens and log-probabilities of each."""
     requests = [made.add_request(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     found: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in requests}
     while made.has_work():
@@ -110,7 +110,7 @@ def state(name: str, params: SamplingParams, output: list[int]) -> RequestState:
 
 
 def test_rules_move_with_their_rows() -> None:
-    """Three rows, whose owners come, move and go; every time as `apply_params` has it."""
+    """Requests in three rows come, move and go; logits always equal those of `apply_params`."""
     device = torch.device("cuda" if ON_GPU else "cpu")
     columns = LogitsColumns(4, 97, device)
     logits = torch.randn(5, 97, device=device)

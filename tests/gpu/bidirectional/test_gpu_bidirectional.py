@@ -1,4 +1,4 @@
-"""Vectors of models whose tokens attend to later ones, on the GPU engine: those of the plain one."""
+"""Vectors of models with bidirectional attention on the GPU engine equal those of the plain engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equal_those_of_the_plain_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are there, and none is taken."""
+    """Graphs exist, but none is used."""
     path = save_family(tmp_path, FAMILIES[name])
     plain = reference(path)
     assert plain.max_model_len > max(map(len, ALL))

@@ -1,4 +1,4 @@
-"""Experts' loads counted on a GPU are those that the plain engine counts, whatever the steps look like."""
+"""Experts' loads counted on a GPU equal those of the plain engine, for steps of any kind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_counting(model: Path, path: Path, device: str) -> EngineParts:
 def test_steps_of_all_kinds_count_their_tokens_and_no_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts, without a graph and in the shape of one, three decode rows of four, one row."""
+    """Prompts, without a graph and padded as for one, three decode rows of four, one row."""
     model = save_tiny_model(tmp_path, inner=32, num_experts=4)
     use_small_tiles(monkeypatch, 6)
     found = []
@@ -60,10 +60,10 @@ def test_steps_of_all_kinds_count_their_tokens_and_no_padding(
 
 
 def test_a_rank_counts_the_choices_of_all_experts(tmp_path: Path) -> None:
-    """Those that it holds come out as without counting."""
+    """The choices of its own experts are the same as without counting."""
     block, logits = load_block(tmp_path, has_shared=False), torch.randn(9, 4, device=DEVICE)
     slots = torch.tensor([*range(5), -1, -1, *range(2)], dtype=torch.int32, device=DEVICE)
-    step = GpuStep(slots, slots, None)  # type: ignore[arg-type]  # of which routing reads slots alone
+    step = GpuStep(slots, slots, None)  # type: ignore[arg-type]  # routing reads only its slots
     for held in (range(4), range(2, 4)):
         block.loads = None
         expected = chooser(block, 0, held)(logits, step)

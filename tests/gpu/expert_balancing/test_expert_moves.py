@@ -1,4 +1,4 @@
-"""Experts that ranks exchange in the stacks of a GPU: each rank has then what it would have been loaded with."""
+"""Experts that ranks exchange in a GPU's stacks: each rank then has what it would have loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDDEN, SHARED = 128, 1
 
 
 def make_block(made_of: type[Moe], rank: int, slots: tuple[int, ...], kind: Kind | None) -> Moe:
-    """A rank's; every expert has the same weights on all of them."""
+    """Make a rank's block; an expert has the same weights on all ranks."""
     assert CONFIG.moe is not None
     moe = replace(
         CONFIG.moe, slots=slots, expert_rank=rank, expert_ranks=SIZE, intermediate_size=HIDDEN, exchange="dispatch",
@@ -40,8 +40,8 @@ def make_block(made_of: type[Moe], rank: int, slots: tuple[int, ...], kind: Kind
 
 
 def quantize_alike(block: Moe, kind: Kind) -> None:
-    """Quantize; where that draws weights, the same ones for the same expert."""
-    if kind is FP8:  # any scales will do, and kernels that find them take long when they are interpreted
+    """Quantize; if that draws random weights, the same ones for the same expert."""
+    if kind is FP8:  # any scales will do, and kernels that compute them are slow when interpreted
         for ref in block.linears():
             weight = ref.layer.weight
             ref.replace(FP8.linear(weight.to(FP8_DTYPE), weight.amax(dim=1), None, SplitKWorkspace(DEVICE)))
@@ -61,7 +61,7 @@ def quantize_alike(block: Moe, kind: Kind) -> None:
     [(Moe, None), (Moe, FP8), (Moe, w4a16), (StackedMoe, stored), (StackedMoe, None)],
 )
 def test_a_moved_expert_is_as_it_would_have_been_loaded(made_of: type[Moe], kind: Kind | None) -> None:
-    """Weights, scales and biases, in the memory that graphs have; shared experts stay."""
+    """Weights, scales and biases move within the memory that graphs use; shared experts stay."""
     group = ThreadGroup(SIZE)
 
     def run(rank: int) -> int:

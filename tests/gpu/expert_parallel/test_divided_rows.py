@@ -1,6 +1,6 @@
-"""The GPU engine on two ranks that dispatch rows to experts: processes over files, their kernels interpreted.
+"""The GPU engine on two ranks that dispatch rows to experts: processes over files, with interpreted kernels.
 
-On GPUs `tests/gpu/tensor_parallel/test_tensor_parallel.py` has it.
+`tests/gpu/tensor_parallel/test_tensor_parallel.py` covers GPUs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LAYOUT = ExchangeLayout(SIZE, MOST, HIDDEN, TOP_K, torch.float32)
 
 
 class FileGroup:
-    """What a runner needs of a `DeviceGroup`."""
+    """The parts of a `DeviceGroup` that a runner needs."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank, self.size, self.dtype = rank, SIZE, torch.float32
@@ -84,10 +84,10 @@ class FileGroup:
 
 
 def check_block(form: ExchangeForm, rank: int, memory: ExchangeMemory) -> None:
-    """The output of a block of experts for this rank's rows is the whole block's."""
+    """Check that the output of a block of experts for this rank's rows is that of the whole block."""
     options = Namespace(hidden=HIDDEN, inner=32, experts=6, top_k=TOP_K, dtype="float32")
     x = make_rows(9, rank, options, CPU)
-    expected = make_block(options, CPU, "uniform")(x, None)  # type: ignore[arg-type]  # experts need nothing of a step
+    expected = make_block(options, CPU, "uniform")(x, None)  # type: ignore[arg-type]  # experts do not use a step
     for slots in ((), (0, 1, 2, 3, 0, 1, 4, 5)):  # the second with replicas
         block = make_block(options, CPU, "uniform", Shard(rank, SIZE), slots)
         experts = StackedExperts(block)
@@ -96,7 +96,7 @@ def check_block(form: ExchangeForm, rank: int, memory: ExchangeMemory) -> None:
 
 
 def run_engine(folder: Path, rank: int) -> None:
-    """An engine of this rank's own, which plans what the other's does."""
+    """Run this rank's own engine, which makes the same plans as the other rank's."""
     with pytest.MonkeyPatch.context() as patch:
         run_rank(folder, rank, patch)
 
@@ -144,9 +144,9 @@ def run_rank(folder: Path, rank: int, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's processes share files")
 def test_ranks_that_dispatch_rows_give_the_tokens_of_the_plain_engine(tmp_path: Path) -> None:
-    """Chunks of prompts beside decode rows, steps of one row, a dense layer, and shared experts.
+    """Prompt chunks next to decode rows, steps of one row, a dense layer, and shared experts.
 
-    Experts change ranks at every step but some. The first rank counts the choices of its rows.
+    Experts change ranks in most steps. The first rank counts the choices of its rows.
     """
     save_family(tmp_path, V2)
     make_files(tmp_path, "gather", SIZE, GATHER_BYTES)

@@ -13,7 +13,7 @@ from tests.gpu.test_engine import ON_GPU, PLAIN, forced_logits, generate, greedy
 
 
 def test_logits_are_near_those_of_the_plain_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both round to 8 bits; sums that differ in their last bits may round to the neighbour, 6% away."""
+    """Both round to 8 bits; sums that differ in their last bits may round to neighbouring values, 6% apart."""
     fp8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
     plain = assemble(
         EngineConfig(str(model), device="cpu", dtype="float32", quant_mode="none", num_gpu_blocks=64, **fp8)
@@ -22,7 +22,7 @@ def test_logits_are_near_those_of_the_plain_engine(model: Path, monkeypatch: pyt
     want = forced_logits(plain.engine, plain.runner, tokens)
     made, runner = open_gpu(model, monkeypatch, PLAIN, kv_cache_dtype="fp8", block_size=64)
     got = forced_logits(made, runner, tokens)
-    bound = 2e-2 if ON_GPU else 1e-1  # the interpreter halves what it should round up to a power of two
+    bound = 2e-2 if ON_GPU else 1e-1  # the interpreter halves numbers that it should round up to a power of two
     for one, other in zip(want, got, strict=True):
         assert float((one - other).norm() / one.norm()) < bound
 

@@ -51,7 +51,7 @@ def check(made: Engine, expected: list[list[TokenLogprobs]], prompts: Sequence[l
 
 
 def test_gemma3_in_chunks_and_over_cached_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fewer blocks than the longest sequence would take if none were freed behind the windows."""
+    """There are fewer blocks than the longest sequence would need if none were freed before the windows."""
     model = save_family(tmp_path, GEMMA3)
     plain, longest = reference(model), max(PROMPTS, key=len)  # before the other engine, whose runner takes its place
     made, _ = open_gpu(
@@ -105,7 +105,7 @@ def test_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As workers do it: the blocks of a lease, copied to where `schedule` has made room for them."""
+    """As in workers, the blocks of a lease are copied to the blocks that `schedule` has allocated."""
     model, prompt = save_family(tmp_path, DENSE), max(PROMPTS, key=len)
     [expected] = generate(reference(model), SAMPLED[:1], [prompt])
     settings: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 16}

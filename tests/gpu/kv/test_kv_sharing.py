@@ -1,4 +1,4 @@
-"""Pools in GPU memory between real processes: what arrives, the owner's death, and memory that comes back."""
+"""Pools in GPU memory shared between real processes: pulled data, the owner's death, and freed memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCKS = [5, 699, 17, 0, 300]
 
 
 def pattern(device: str) -> torch.Tensor:
-    """What the owner's pool holds: int64 (num_blocks, num_words)."""
+    """Return the contents of the owner's pool: int64 (num_blocks, num_words)."""
     num_words = GEOMETRY.block_bytes // 8
     words = torch.arange(GEOMETRY.num_blocks * num_words, device=device).view(GEOMETRY.num_blocks, num_words)
     return words * 0x9E3779B97F4A7C15
@@ -42,7 +42,7 @@ def open_memory(name: str, folder: Path) -> SharedPoolMemory:
 
 
 def be_owner(folder: Path, device: str) -> None:
-    """The other process: hands out its pool and prints a handle."""
+    """Run the other process, which serves its pool and prints a handle."""
     memory = open_memory("owner", folder)
     kv_pool = memory.allocate(GEOMETRY, torch.device(device))
     kv_pool.view(GEOMETRY.num_blocks, -1).view(torch.int64).copy_(pattern(device))
@@ -153,7 +153,7 @@ def test_a_pull_during_the_owners_death_ends(owner: OwnerProcess, mine: Mine) ->
         except MiniInferError:
             ended = True
     assert ended
-    torch.cuda.synchronize()  # the context is well
+    torch.cuda.synchronize()  # the context is intact
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,4 +1,4 @@
-"""Kernels that are compiled after the warm-up are named, and serving requests of any kind compiles none."""
+"""Kernels compiled after the warm-up are logged by name, and serving requests of any kind compiles none."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_kernel_that_is_compiled_late_is_named(hooks: Any, caplog: pytest.LogC
 
 @pytest.fixture
 def nothing_is_compiled_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What tests before have compiled in this process is forgotten; afterwards nothing is logged."""
+    """Forget the kernels that earlier tests have compiled in this process; restore the hooks afterwards."""
     monkeypatch.setattr(load, "load_tokenizer", lambda _: load_tokenizer(resolve_model("dry-run")))
     for found in pkgutil.walk_packages(kernels.gpu.__path__, "kernels.gpu."):
         for value in vars(importlib.import_module(found.name)).values():
@@ -121,7 +121,7 @@ def serve(made: Engine, prompts: Sequence[list[int]], params: SamplingParams = P
 
 
 def serve_everything(made: Engine) -> None:
-    """Requests of each kind alone and together, few and many, short and long, into steps with decoding rows."""
+    """Serve requests of each kind alone and together, few and many, short and long, next to decode rows."""
     draw = random.Random(1)
     for params in KINDS.values():
         serve(made, [prompt(draw, 40)], params)

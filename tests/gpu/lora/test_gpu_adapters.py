@@ -1,4 +1,4 @@
-"""Requests with adapters, and without, in one engine on a GPU: the tokens of models with the adapters merged in."""
+"""Requests with and without adapters in one engine on a GPU get the tokens of models with merged adapters."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ Answers = dict[tuple[int | Path | None, ...], list[int]]  # by the tokens of a p
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of this file alone: weights change here."""
+    """A model of this file only, whose weights change."""
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[Path]:
-    """All linear layers; some of them, of several ranks; one layer alone."""
+    """Adapters of all linear layers; of some, with several ranks; of one layer only."""
     folder = tmp_path_factory.mktemp("adapters")
     shapes = {
         name: tuple(tensor.shape)
@@ -74,7 +74,7 @@ def open_engine(model: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool = Tru
 
 
 def steps_of_prompt_graphs(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Open them where none are captured. The rows of each step that a graph of prompts with adapters takes."""
+    """Open graphs if none are captured. Returns the number of rows of each step run by graphs with adapters."""
     runner: Any = made._runner
     if not ON_GPU:
         runner.prompt_graphs = runner.open_prompt_graphs(captures=False)
@@ -91,7 +91,7 @@ def steps_of_prompt_graphs(made: Engine, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def run(made: Engine) -> None:
-    """Steps are empty while an adapter is read."""
+    """Run all requests. Steps are empty while an adapter is read."""
     end = time.monotonic() + 60
     while made.has_work():
         assert time.monotonic() < end, "the engine does not end"
@@ -110,12 +110,12 @@ def answers(made: Engine, asked: Asked, params: SamplingParams = GREEDY) -> list
 
 @pytest.fixture(scope="module")
 def known() -> Answers:
-    """Of `merged_answers`, for the tests after the one that asked."""
+    """Answers of `merged_answers`, cached for later tests."""
     return {}
 
 
 def merged_answers(model: Path, asked: Asked, known: Answers, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Of engines of their own, which know no adapters."""
+    """Return the answers of engines without adapters, over merged weights."""
     stored = load_file(model / "model.safetensors")
     for folder in {folder for prompt, folder in asked if (*prompt, folder) not in known}:
         merged = dict(stored)
@@ -180,7 +180,7 @@ def test_more_adapters_than_slots_take_turns(
 
 
 def open_two_ranks(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Engine, list[GpuAdapters]]:
-    """An engine on two ranks, in threads, and what they have of adapters."""
+    """Open an engine on two ranks, in threads. Returns it and the adapters of each rank."""
     opened: list[GpuAdapters] = []
     run_one = GpuAdapters.runner
 
@@ -225,7 +225,7 @@ NAMED = ",".join((*VOCABULARY, "q_proj", "down_proj"))
 
 @pytest.fixture(scope="module")
 def of_vocabulary(tmp_path_factory: pytest.TempPathFactory, untied: Path) -> list[Path]:
-    """Adapters of both, and a layer; of the output projection alone; of a layer alone."""
+    """Adapters of embedding, output projection and a layer; of the output projection; of a layer."""
     folder = tmp_path_factory.mktemp("vocabulary")
     shapes = {n: tuple(t.shape) for n, t in load_file(untied / "model.safetensors").items() if t.dim() == 2}
     return [
@@ -262,7 +262,7 @@ def test_embedding_and_output_projection_have_adapters(
 def test_log_probabilities_of_prompts_beside_an_adapter_of_the_head(
     untied: Path, of_vocabulary: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come of all tokens of a chunk: none of these is a row of the adapter."""
+    """They are computed for all tokens of a chunk, none of which is a row of the adapter."""
     both, head, _ = of_vocabulary
     modules = f"both={both} head={head}"  # read at the start, so that all requests are in the first step
     made = open_engine(untied, monkeypatch, False, lora_target_modules=NAMED, lora_modules=modules)
@@ -297,7 +297,7 @@ def test_two_ranks_have_parts_of_the_vocabulary(
 def test_two_ranks_equal_merged_models(
     model: Path, adapters: list[Path], known: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one reads adapters when plans name them, into slots that it vacates by itself."""
+    """The second rank reads adapters when plans name them, into slots that it frees itself."""
     first, second, third = adapters
     asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
     wanted = merged_answers(model, asked, known, monkeypatch)
@@ -339,7 +339,7 @@ def test_the_vocabulary_has_to_be_named(tmp_path: Path, model: Path, monkeypatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs and 8-bit GEMMs need a GPU")
 @pytest.mark.parametrize("quant_mode", ["none", "fp8", "int8-weight"])
 def test_graphs_and_quantized_weights(quant_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, as near to the merged model in float32 as an engine of the merged weights is."""
+    """In bfloat16, as close to the merged model in float32 as an engine with merged weights."""
     (tmp_path / "wide").mkdir()
     model = save_tiny_model(tmp_path / "wide", head_dim=64, hidden=256, inner=512)
     stored = load_file(model / "model.safetensors")
@@ -348,7 +348,7 @@ def test_graphs_and_quantized_weights(quant_mode: str, tmp_path: Path, monkeypat
     prompt = [(11 * k) % 97 for k in range(60)]
 
     def logprobs(adapter: str, mode: str, dtype: str = "bfloat16") -> torch.Tensor:
-        """Of a prompt's tokens, by an eager step."""
+        """Return log-probabilities of a prompt's tokens, from an eager step."""
         made, _ = open_gpu(
             model, monkeypatch, GpuConfig(), dtype, quant_mode=mode, enable_lora=bool(adapter), max_model_len=96
         )

@@ -1,4 +1,4 @@
-"""DeepSeek's models on the GPU engine against the plain float32 engine: latents, and all that chooses experts."""
+"""DeepSeek's models on the GPU engine against the plain float32 engine: latents and all kinds of routing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ V3 = {
 def test_greedy_tokens_equal_those_of_the_plain_engine(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks beside decode rows, contexts of several blocks and several splits."""
+    """Prompts in chunks next to decode rows, contexts of several blocks and several splits."""
     use_small_tiles(monkeypatch, 4)
     model = save_family(tmp_path, changes)
     expected = generate(reference(model), greedy())
@@ -54,10 +54,10 @@ def test_greedy_tokens_equal_those_of_the_plain_engine(
 
 
 def test_expanded_prompts_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chunk expanded: whole prompts, chunks behind others and behind a cached prefix, beside decode rows."""
+    """All chunks are expanded: whole prompts, chunks after others and after a cached prefix, next to decode rows."""
     use_small_tiles(monkeypatch, 4)
     monkeypatch.setattr(expanded, "is_cheaper_expanded", lambda *_: True)
-    seen: set[tuple[bool, bool]] = set()  # (decode rows beside chunks, keys before them)
+    seen: set[tuple[bool, bool]] = set()  # (decode rows next to chunks, keys before them)
     attend = LatentQueries.attend
 
     def watched(
@@ -102,7 +102,7 @@ def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None, max_seqlen_k: int | None, softmax_scale: float, is_causal: bool, num_splits: int,
 ) -> None:  # fmt: skip
-    """What FlashAttention-3 computes of rows, or a batch of one, with values wider or narrower than keys."""
+    """Compute FlashAttention-3 for rows, or a batch of one, with values wider or narrower than keys."""
     assert is_causal
     if cu_seqlens_q is None or cu_seqlens_k is None:
         assert max_seqlen_q is max_seqlen_k is None
@@ -121,7 +121,7 @@ def prompts_over_latents(
     queries: Sequence[int], keys: Sequence[int], num_heads: int, device: torch.device, kv_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> SimpleNamespace:  # fmt: skip
-    """Rotated queries, a pool with latents, and what attention over expanded keys and values is in float64."""
+    """Make rotated queries, a pool of latents, and float64 attention over expanded keys and values."""
     dims = LATENT.nope_head_dim, LATENT.v_head_dim
     tables, table = block_tables_for(list(keys), 16, device)
     pool = torch.full((sum(map(len, tables)), 2, 1, 1, 16, 48), float("nan"), device=device).to(kv_dtype)
@@ -152,7 +152,7 @@ def prompts_over_latents(
 def test_both_kernels_attend_to_expanded_keys(
     flash: Any, queries: list[int], keys: list[int], kv_dtype: torch.dtype
 ) -> None:
-    """More than a tile of queries, a chunk behind others, one token; whatever the buffer has behind the last keys."""
+    """More than a tile of queries, a later chunk, one token; with any data after the buffer's last keys."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = HALF_DTYPE if kv_dtype == HALF_DTYPE else torch.float32
     case = prompts_over_latents(queries, keys, 3, device, kv_dtype, dtype)

@@ -61,7 +61,7 @@ def first_experts(saved: Path) -> Moe:
 
 
 def test_experts_are_stacked_once(tmp_path: Path) -> None:
-    """A second time, they would be without the shared ones, which the block has given away."""
+    """A second stack would lack the shared experts, which the block no longer has."""
     block = load_block(tmp_path, has_shared=True)
     prepare(block)
     stacked = stacked_of(block)
@@ -71,7 +71,7 @@ def test_experts_are_stacked_once(tmp_path: Path) -> None:
 
 
 def quantize(block: Moe, kind: Kind) -> None:
-    """Make the weights of the layers, which copies of the block have too, what 8 or 4 bits hold."""
+    """Round the layers' weights, which copies of the block share, to 8 or 4 bits."""
     workspace = SplitKWorkspace(DEVICE)
     for ref in block.linears():
         if kind is stored:
@@ -114,7 +114,7 @@ def test_equals_the_block(
 
 
 def test_many_tokens_of_one_choice_each_equal_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few pairs, but of more tokens than a tile that is not sorted holds."""
+    """Few pairs, but of more tokens than an unsorted tile holds."""
     use_small_tiles(monkeypatch, 32)
     block = first_experts(save_tiny_model(tmp_path, inner=32, num_experts=4, num_choices=1))
     check_block(block, block.copy(), torch.randn(20, block.norm.shape[0], device=DEVICE), 2e-6)
@@ -142,7 +142,7 @@ def test_tokens_of_gated_shared_experts_equal_those_of_the_plain_engine(
 
 def check_block(block: Moe, served: Moe, residual: Tensor, bound: float) -> None:
     x = rms_norm(residual, block.norm, block.eps)
-    expected = block(x, None)  # type: ignore[arg-type]  # experts need nothing of a step
+    expected = block(x, None)  # type: ignore[arg-type]  # experts do not use a step
     experts = StackedExperts(served)
     router = Linear(experts.router)
     partials = moe(served, experts, router)(x, None)  # type: ignore[arg-type]

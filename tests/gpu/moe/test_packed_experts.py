@@ -1,4 +1,4 @@
-"""Experts of 4 bits, and of quantized checkpoints, in the GPU engine: the tokens of the weights that are meant."""
+"""Experts of 4 bits, and of quantized checkpoints, give the tokens of their dequantized weights on the GPU engine."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def plain(layer: Linear) -> Linear:
 
 
 class ExpertsConversion(QuantizedConversion):
-    """`int4-weight` on a GPU, of experts alone, so that a single row has GEMVs of its own."""
+    """`int4-weight` on a GPU, only for experts, so that a single row uses its own GEMVs."""
 
     def convert(self, block: Block) -> None:
         if isinstance(block, Moe):
             super().convert(block)
 
     def finish(self, model: Model) -> None:
-        """The output projection stays as it is."""
+        """Leave the output projection unchanged."""
 
 
 class DequantizingLinears(GpuLinears):
-    """What `GpuLinears` makes, as plain weights."""
+    """Makes the layers of `GpuLinears`, dequantized."""
 
     def of_rows(self, rows: QuantizedRows, bias: Tensor | None, is_stacked: bool = False) -> Made | None:
         made = super().of_rows(rows, bias, is_stacked)
@@ -109,7 +109,7 @@ def test_tokens_of_a_checkpoint_equal_those_of_its_weights(
 
 
 def save_mxfp4(folder: Path, inner: int = 64) -> Path:
-    """A tiny gpt-oss whose experts are blocks of random numbers."""
+    """Save a tiny gpt-oss whose experts are random MXFP4 blocks."""
     save_family(folder, {**GPT_OSS, "intermediate_size": inner})
     stored, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -123,7 +123,7 @@ def save_mxfp4(folder: Path, inner: int = 64) -> Path:
 
 
 def test_tokens_of_mxfp4_equal_those_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their rows take turns of gate and up; they have biases and a clamped gate."""
+    """Rows of gate and up alternate; experts have biases and a clamped gate."""
     use_small_tiles(monkeypatch, 2)
     torch.manual_seed(0)
     model = save_mxfp4(tmp_path)
@@ -146,7 +146,7 @@ def test_random_weights_of_an_mxfp4_checkpoint(tmp_path: Path, monkeypatch: pyte
 
 
 def test_tokens_of_experts_that_lie_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GPTQModel cuts gpt-oss's apart: dequantized, they are stacked as plain ones are."""
+    """GPTQModel stores gpt-oss's experts separately; dequantized, they are stacked like plain ones."""
     use_small_tiles(monkeypatch, 2)
     tiny = FAMILIES["gpt-oss"]
     PUBLISHED["gptqmodel"].write(tmp_path / "m", replace(tiny, changes={**tiny.changes, "num_hidden_layers": 1}))

@@ -1,4 +1,4 @@
-"""Pools of two GPUs joined by the real NCCL, between real processes: what arrives, and who hangs nobody."""
+"""Pools of two GPUs connected by NCCL, between real processes: pulled data, and failures that hang nobody."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEASE_SECONDS = 600.0
 
 
 class Holder:
-    """The owner's leases. lingers: seconds before each send, in which a test stops somebody."""
+    """The owner's leases. lingers: seconds before each send, in which a test can stop a process."""
 
     def __init__(self, table: LeaseTable, lingers: float) -> None:
         self._table = table
@@ -59,7 +59,7 @@ def open_memory(name: str, folder: Path) -> SharedPoolMemory:
 
 
 class Owner:
-    """A pool on a GPU with the known pattern, offered by NCCL alone."""
+    """A pool on a GPU with the known pattern, offered only by NCCL."""
 
     def __init__(self, folder: Path, device: str, lingers: float = 0.0, name: str = "owner") -> None:
         self.memory = open_memory(name, folder)
@@ -74,7 +74,7 @@ class Owner:
         self._name = name
 
     def grant(self, numbers: Sequence[int]) -> str:
-        """A handle on a new lease, in hexadecimal."""
+        """Grant a lease. Returns its handle in hexadecimal."""
         own = self.memory.ranks[0]
         assert isinstance(own, DeviceRankPool)
         block_ids = list(map(BlockId, numbers))
@@ -87,7 +87,7 @@ class Owner:
 
 
 def be_owner(folder: Path, device: str, lingers: float) -> None:
-    """Another process: answers each line with a handle on a scattered, then on a long lease; "held" with holds."""
+    """Run an owner process: answers "held" with the number of holds, other lines with a handle on a new lease."""
     owner = Owner(folder, device, lingers)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -98,7 +98,7 @@ def be_owner(folder: Path, device: str, lingers: float) -> None:
 
 
 def be_reader(folder: Path, device: str, handle: str) -> None:
-    """Another process: pulls again and again."""
+    """Run a reader process, which pulls repeatedly."""
     memory = open_memory("other-reader", folder)
     memory.allocate(GEOMETRY, torch.device(device))
     client, lease = memory.clients[0], lease_from_hex(handle)
@@ -114,7 +114,7 @@ class Process:
             "t.be_owner(Path(a[2]), a[3], float(a[4])) if a[1] == 'owner' else t.be_reader(Path(a[2]), a[3], a[4])"
         )
         argv = [sys.executable, "-c", code, role, *map(str, arguments)]
-        env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # else it writes between the answers
+        env = os.environ | {"NCCL_DEBUG_FILE": "/dev/stderr"}  # otherwise NCCL writes between the answers
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.read()
 
@@ -166,7 +166,7 @@ def mine(tmp_path: Path) -> Iterator[Mine]:
 
 
 def pull(client: KvClient, lease: PeerLease, local: Sequence[int]) -> float:
-    """All blocks of the lease; returns the seconds it took."""
+    """Pull all blocks of the lease. Returns the seconds it took."""
     began = time.monotonic()
     assert client.pull(lease, range(lease.num_blocks), list(map(BlockId, local)), 20.0) == "nccl"
     return time.monotonic() - began
@@ -229,7 +229,7 @@ def test_an_owner_that_dies_or_stops(
     words.zero_()
     pull(client, other.grant("scattered"), range(5))
     assert torch.equal(words[:5], pattern("cuda:0")[SCATTERED])
-    torch.cuda.synchronize()  # the context is well, and no kernel waits any more
+    torch.cuda.synchronize()  # the context is intact, and no kernel waits any more
 
 
 def seconds_of_the_failing_pull(client: KvClient, lease: PeerLease) -> float:
@@ -247,7 +247,7 @@ def seconds_of_the_failing_pull(client: KvClient, lease: PeerLease) -> float:
 def test_an_owner_that_stops_at_any_time(
     seconds: float, tmp_path: Path, start: Callable[..., Process], mine: Mine
 ) -> None:
-    """Among pulls that follow each other without a pause, so most likely in the middle of messages."""
+    """It stops while pulls follow each other without a pause, so most likely in the middle of messages."""
     _, client = mine
     owner = start("owner", tmp_path, "cuda:1", 0.0)
     lease = owner.grant("run")
@@ -262,7 +262,7 @@ def test_an_owner_that_stops_at_any_time(
 
 
 def test_a_reader_that_stops(tmp_path: Path, start: Callable[..., Process]) -> None:
-    """The owner, here, goes on granting, and its device is free again."""
+    """The owner, in this process, keeps granting, and its device becomes free again."""
     owner = Owner(tmp_path, "cuda:0")
     try:
         reader = start("reader", tmp_path, "cuda:1", owner.grant(RUN))

@@ -1,4 +1,4 @@
-"""An engine whose steps of one row are one persistent kernel: the kernel on a Hopper, elsewhere what it computes."""
+"""An engine whose steps of one row are one persistent kernel; without a Hopper, the kernel's reference."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Reference(PersistentDecoder):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Grows with each step that the kernel is launched for, once where a graph replays it."""
+    """Results of the kernel's launches, appended at each launch; a graph's launch is appended only at its capture."""
     if not HAS_HOPPER:
         monkeypatch.setattr("engine.persistent.decoder.PersistentDecoder", Reference)
         monkeypatch.setattr("engine.persistent.decoder.DTYPE", torch.float32)
@@ -88,12 +88,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def has_latents(model: Path) -> bool:
-    """Whether the kernel takes the model with plain weights alone."""
+    """Whether the model has latent attention, which the kernel supports only with plain weights."""
     return "kv_lora_rank" in json.loads((model / "config.json").read_text())
 
 
 def forced_logits(made: Engine, runner: Any, tokens: list[list[int]]) -> list[torch.Tensor]:
-    """Logits (tokens, vocab) of both requests while their output is forced."""
+    """Return the logits (tokens, vocab) of both requests while their output is forced."""
     seen: list[list[torch.Tensor]] = [[], []]
 
     def add(index: int) -> None:
@@ -145,7 +145,7 @@ def test_fp8(model: Path, steps: list[torch.Tensor], monkeypatch: pytest.MonkeyP
 
 
 def test_weights_in_e4m3(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel finds them and their scales: it computes what it does with the same weights as plain ones."""
+    """With e4m3 weights and scales, the kernel computes the same as with their dequantized weights."""
     if has_latents(model):
         pytest.skip("the kernel takes no latents with weights in e4m3")
     monkeypatch.setattr("engine.persistent.decoder.DTYPE", torch.float32)
@@ -168,7 +168,7 @@ def test_weights_in_e4m3(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_e4m3(layer: Linear, is_quantized: bool) -> Linear:
-    """The layer rounded to e4m3, with scales or as a plain one."""
+    """Round the layer to e4m3. Returns it with scales, or dequantized."""
     scales = layer.weight.abs().amax(-1) / 448
     weight = (layer.weight / scales[:, None]).to(torch.float8_e4m3fn)
     return (

@@ -1,4 +1,4 @@
-"""Pipeline stages of GPU runners give the tokens of one: on one GPU or interpreted, and as processes on two GPUs."""
+"""Pipeline stages of GPU runners give the tokens of a single runner: on one GPU, interpreted, or on two GPUs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ SAMPLED = [
 
 
 class Link:
-    """Both ends of what is between two stages on one device."""
+    """Both ends of the connection of two stages on one device."""
 
     def __init__(self) -> None:
         self.sent: deque[Tensor] = deque()
@@ -76,7 +76,7 @@ class Link:
 
 
 class GroupHere:
-    """Has the methods of `DeviceGroup` for ranks that are threads, one of which runs at a time."""
+    """Has the methods of `DeviceGroup` for ranks that are threads, which run one at a time."""
 
     rows = None
 
@@ -93,7 +93,7 @@ class GroupHere:
         return rank
 
     def run(self, rank: int, call: Callable[[], Any]) -> Any:
-        """As this rank, in a thread of its own."""
+        """Run `call` as this rank, in the rank's own thread."""
         self._local.rank = rank
         with self._turn:
             return call()
@@ -131,7 +131,7 @@ class StageHere:
         self._threads = ThreadPoolExecutor(len(runners))
 
     def each(self, call: Callable[[int], Any]) -> list[Any]:
-        """The results of all ranks."""
+        """Call a function for all ranks, in their threads. Returns their results."""
         group, ranks = self._group, range(len(self.runners))
         if group is None:
             return [call(0)]
@@ -176,7 +176,7 @@ class StepHere:
 
 
 class StagesHere:
-    """Stands in for `Followers`: the stages before the last one, which launch a step as soon as they are given it."""
+    """Replaces `Followers`: the stages before the last one, which launch a step as soon as it is sent."""
 
     def __init__(self, stages: Sequence[StageHere]) -> None:
         self.stages = stages
@@ -196,7 +196,7 @@ class StagesHere:
 
 
 class RunnerHere(ParallelRunner):
-    """Warms up each stage by itself, in the order of stages."""
+    """Warms up the stages one after the other."""
 
     stages: Sequence[StageHere]
 
@@ -344,7 +344,7 @@ def test_stages_swap(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", ["fp8", "int8-weight"])
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_quantized_stages(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same layers in the same form as one runner's, so the same tokens."""
+    """Layers have the same form as in one runner, so tokens are the same."""
     model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
     settings: dict[str, Any] = {"dtype": "bfloat16", "quant_mode": mode}
     with monkeypatch.context() as patch:

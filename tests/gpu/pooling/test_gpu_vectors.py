@@ -1,4 +1,4 @@
-"""Vectors of prompts on the GPU engine equal those of the plain one, whichever kernels would have served the step."""
+"""Vectors of prompts on the GPU engine equal those of the plain one, for steps of all kinds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.gpu.pipeline_parallel.test_pipeline_parallel import open_stages
 from tests.gpu.test_engine import ON_GPU, PROMPTS, open_gpu, reference
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0)
-ALL = [*PROMPTS, [9], PROMPTS[2][:17]]  # a prompt of one token; one of which a cache leaves one token
+ALL = [*PROMPTS, [9], PROMPTS[2][:17]]  # a prompt of one token; one with one uncached token
 
 
 def vectors(made: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[Tensor]:
@@ -53,7 +53,7 @@ def test_equal_those_of_the_plain_engine(
 
 
 def vectors_of_one(made: Engine, prompt: list[int], params: SamplingParams) -> Tensor:
-    """Without waiting for the others."""
+    """Return the vectors of a prompt, without waiting for other requests."""
     request = made.add_request(prompt, params)
     while True:
         for output in made.step().outputs:
@@ -74,7 +74,7 @@ def test_other_blocks(changes: dict[str, Any], tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_stages(num_ranks: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them take the eager way, so that rows come in the order in which they are expected."""
+    """All stages run eagerly, so that rows arrive in the expected order."""
     plain = reference(model)
     gpu = GpuConfig(use_cuda_graph=num_ranks == 1)  # ranks here are threads, but one thread captures
     made = open_stages(model, 2, monkeypatch, gpu, num_ranks, block_size=8)
@@ -83,7 +83,7 @@ def test_stages(num_ranks: int, model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def check(made: Engine, plain: Engine, params: SamplingParams) -> None:
-    """Twice, the second time with a cache."""
+    """Compare all vectors twice, the second time with cached prefixes."""
     expected = vectors(plain, ALL, params)
     for _ in range(2):
         for ours, wanted in zip(vectors(made, ALL, params), expected, strict=True):

@@ -1,4 +1,4 @@
-"""Short prompt steps as graphs (interpreted: the same steps, not captured): the tokens of the eager way."""
+"""Short prompt steps as graphs give the tokens of eager steps; interpreted, these steps are not captured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.gpu.test_engine import ON_GPU, PROMPTS, generate, greedy, open_gpu, r
 def open_with_graphs(
     model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[Engine, GpuRunner, list[tuple[int, int]]]:
-    """And a list of the shapes of the graphs that were run."""
+    """Open an engine. Also returns its runner and the list of shapes of the graphs that have run."""
     monkeypatch.setattr(shapes, "PROMPT_BUCKETS", (4, 16, 64))
     monkeypatch.setattr(shapes, "FEW_ROWS", 3)
     monkeypatch.setattr(shapes, "MANY_ROWS_BUCKETS", (8, 64))
@@ -44,7 +44,7 @@ def open_with_graphs(
 def test_tokens_equal_those_of_the_eager_way(
     settings: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts alone, chunks without samples, beside decode rows whose last token only the device knows, cached."""
+    """Single prompts, chunks without samples, next to decode rows whose last token is only on the device, cached."""
     expected = generate(reference(model), greedy(5))
     made, _, buckets = open_with_graphs(model, monkeypatch, block_size=8, **settings)
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_steps_beyond_the_bounds_go_the_eager_way(model: Path, monkeypatch: pyte
 
 
 def test_contexts_are_split(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chunks, and of rows that decode beside them."""
+    """Both for chunks and for decode rows in the same step."""
     for name in ("MIN_SPLIT", "UNIT"):
         monkeypatch.setattr(split_tiles, name, 64)
     monkeypatch.setattr(prompt_graphs, "num_spare_tiles", lambda *_: 20)

@@ -1,4 +1,4 @@
-"""Blocks of a GGUF file keep their bits on a GPU, and give the tokens of the numbers that they stand for."""
+"""Blocks of a GGUF file keep their bits on a GPU, and give the tokens of their dequantized weights."""
 
 from __future__ import annotations
 

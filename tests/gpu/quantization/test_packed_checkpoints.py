@@ -1,7 +1,7 @@
-"""Quantized checkpoints with the maps of a GPU, beside transformers in float32.
+"""Quantized checkpoints with the linear layers of a GPU, against transformers in float32.
 
-Triton's interpreter multiplies bfloat16 matrices by their bit patterns. So where there is no GPU, maps see one row at
-a time, and attention is the CPU's.
+Triton's interpreter multiplies bfloat16 matrices by their bit patterns. So without a GPU, linear layers get one row
+at a time, and attention is the CPU's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ONE_LAYER = TinyModel("Qwen2", {**SIZES, "num_hidden_layers": 1})
 
 
 def check(results: list[Tensor], exact: Tensor, name: str) -> None:
-    """Rounding inputs to e4m3 alone moves single rows of these models by up to 0.25, to int8 by up to 0.04."""
+    """Check the relative error of rows. Rounding only inputs to e4m3 changes rows by up to 0.25, to int8 by 0.04."""
     bound = 0.3 if "e4m3" in LINEARS[name] else 0.06
     assert len(results) == len(exact)
     for result, expected in zip(results, exact, strict=True):
@@ -84,7 +84,7 @@ def test_a_model_is_given_its_linear_layers(
 def test_the_gpu_engine_computes_what_the_weights_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts and decode steps in graphs, one request and three side by side."""
+    """Prompts and decode steps in graphs, one request and three at once."""
     reference = write(FORMATS[name], tmp_path / "m", ONE_LAYER)
     made, runner = open_gpu(
         tmp_path / "m", monkeypatch, GpuConfig(), dtype="bfloat16", quant_mode="auto", prefix_cache=False
@@ -102,7 +102,7 @@ def test_the_gpu_engine_computes_what_the_weights_say(
 
 
 def record_logits(runner: GpuRunner, request: Request) -> list[Tensor]:
-    """Filled with the logits of every token that the request gets."""
+    """Return a list that is filled with the logits of each of the request's output tokens."""
     rows: list[Tensor] = []
 
     def record(_request: RequestState, row: Tensor) -> None:
@@ -115,7 +115,7 @@ def record_logits(runner: GpuRunner, request: Request) -> list[Tensor]:
 def rows_of(
     values: Tensor, group_size: int, quantizes_inputs: bool = False, has_offsets: bool = False
 ) -> QuantizedRows:
-    """Random scales; values (n, k) as they are."""
+    """Make rows of values (n, k), with random scales."""
     scales = torch.rand(values.shape[0], values.shape[1] // group_size) * 0.1 + 0.01
     offsets = scales * torch.randint(-8, 8, scales.shape) if has_offsets else None
     offsets = None if offsets is None else offsets.to(DEVICE)

@@ -31,7 +31,7 @@ from tests.kernels.helpers import relative_error
 
 
 class Turns:
-    """A group of threads of which one runs at a time, until it waits for the others' parts of a sum."""
+    """A group of threads that run one at a time, until each waits for the others' parts of a sum."""
 
     rows = None
 
@@ -56,7 +56,7 @@ class Turns:
 
 
 class Rank:
-    """What the forms ask of a `DeviceGroup`."""
+    """The parts of a `DeviceGroup` that the forms need."""
 
     rows = None
 

@@ -100,7 +100,7 @@ def test_ranks_keep_linear_layers_packed(
 def test_ranks_keep_mxfp4_experts(
     inner: int, has_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """160: two and a half groups of columns for each rank."""
+    """160 columns: each rank has two and a half groups of columns."""
     use_small_tiles(monkeypatch, 2)
     torch.manual_seed(0)
     path = save_mxfp4(tmp_path, inner)

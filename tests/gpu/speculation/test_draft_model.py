@@ -34,7 +34,7 @@ pytestmark = pytest.mark.wing("engine.speculation")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model, and one that finds likely what that one finds unlikely."""
+    """Save a model, and one with negated logits."""
     found = {name: save_tiny_model(tmp_path_factory.mktemp(name)) for name in ("same", "other")}
     tensors = load_file(found["other"] / "model.safetensors")
     save_file({**tensors, "model.norm.weight": -tensors["model.norm.weight"]}, found["other"] / "model.safetensors")
@@ -63,7 +63,7 @@ def drafted_by(
 
 
 def test_drafts_change_no_token(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a model that is often wrong, over blocks that the requests do not have yet."""
+    """The draft model is often wrong, and drafts reach into blocks that requests do not have yet."""
     expected = run(reference(models["same"]))
     made, proposer = drafted_by(models, "other", monkeypatch, block_size=4, num_gpu_blocks=22, max_model_len=88)
     assert_same_answers(run(made), expected)
@@ -74,7 +74,7 @@ def test_drafts_change_no_token(models: dict[str, Path], monkeypatch: pytest.Mon
 
 
 def assert_all_is_free(made: Engine, proposer: FromGpuDraftModel) -> None:
-    """The last requests are forgotten by the next step, as are the draft model's blocks."""
+    """Run another request, whose steps free the last requests and the draft model's blocks, and check the pool."""
     made.add_request([1, 2, 3], replace(PLAIN, max_tokens=1, num_speculative_tokens=0))
     while made.has_work():
         made.step()

@@ -33,7 +33,7 @@ Answers = tuple[list[Request], dict[str, list[TokenLogprobs]]]
 
 
 def run(made: Engine) -> Answers:
-    """All prompts, the last one late: requests, and their log-probabilities."""
+    """Run all prompts, the last one later. Returns requests and their log-probabilities."""
     requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS, strict=False)]
     found: dict[str, list[TokenLogprobs]] = {}
     while made.has_work():
@@ -81,7 +81,7 @@ def test_drafts_over_8_bit_kv_change_no_token(model: Path, monkeypatch: pytest.M
 
 
 def test_drafts_keep_to_decode_steps_within_a_graph(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No drafts beside a prompt, none beyond the largest graph, and none where the logits have rules."""
+    """No drafts next to a prompt, beyond the largest graph, or if logits have rules."""
     draft_with(monkeypatch, lambda: Zeros(), on_gpu=True)
     made, _ = open_gpu(model, monkeypatch, GpuConfig(), num_speculative_tokens=4, max_num_seqs=7)
     for prompt, params in zip(PROMPTS[:3], (PLAIN, PLAIN, PARAMS[2]), strict=True):

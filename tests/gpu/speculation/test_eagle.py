@@ -49,7 +49,7 @@ def drafted_by(
     model: Path, head: Path | None, monkeypatch: pytest.MonkeyPatch, overlap: Overlap | None = None,
     open_engine: Callable[..., Any] = open_gpu, **settings: Any,
 ) -> Any:  # fmt: skip
-    """head: None: the model's own module. Returns what `open_engine` does."""
+    """Open an engine with drafts of `head`, or of the model's own module. Returns what `open_engine` does."""
 
     def drafting(config: EngineConfig, loaded: LoadedModel, _: GpuConfig) -> HeadOnGpu:
         return load_module(config, loaded) if head is None else load_eagle_head(str(head), config, loaded)
@@ -68,7 +68,7 @@ def drafted_by(
 
 
 def recorded(proposer: Proposer) -> dict[tuple[int, ...], list[int]]:
-    """Drafts by the tokens that they follow, from now on."""
+    """Return a dict that is filled with later drafts, by the tokens that they follow."""
     proposed: dict[tuple[int, ...], list[int]] = {}
     propose = proposer.propose
 
@@ -114,7 +114,7 @@ def test_drafts_change_no_token(
 def test_drafts_are_those_of_the_head_on_a_cpu(
     temperature: float, kind: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also across blocks: they hold 4 tokens here, so that drafts are ahead of those that a request has."""
+    """Also across blocks: they hold 4 tokens here, so that drafts go beyond the blocks that a request has."""
     (tmp_path / "model").mkdir()
     model = save_family(tmp_path / "model", changes) if changes else save_tiny_model(tmp_path / "model")
     use_small_tiles(monkeypatch, 4)
@@ -143,7 +143,7 @@ def test_drafts_are_those_of_the_head_on_a_cpu(
 
 
 def test_layers_are_seen_in_steps_of_any_kind(model: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K and V of a prompt that comes in chunks, next to decode rows, are those of a prompt in one piece."""
+    """A prompt in chunks, next to decode rows, has the K and V of a prompt in one piece."""
     pools = []
     for size in (64, 16):
         made, runner = drafted_by(

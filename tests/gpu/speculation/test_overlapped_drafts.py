@@ -23,7 +23,7 @@ pytestmark = pytest.mark.wing("engine.speculation")
 
 
 class Changing(Overlap):
-    """Changes its mind after a few steps."""
+    """Alternates every few steps between waiting and overlapping."""
 
     def decide(self, *_: object) -> None:
         self._num_steps += 1

@@ -1,4 +1,4 @@
-"""A draft model, or a head, of rank 0 drafts for all ranks: the tokens, and the drafts, of one process."""
+"""A draft model or a head of rank 0 drafts for all ranks: same tokens and drafts as in one process."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ PARAMS = [
 def open_ranks(
     model: Path, tp: int, overlap: bool = True, graphs: bool = True, dtype: str = "float32", **settings: Any
 ) -> Engine:
-    """In float32, where sums over ranks hardly differ."""
+    """Open an engine, by default in float32, where sums over ranks hardly differ."""
     settings = {"quant_mode": "none", "max_num_seqs": 8, **settings}
     config = EngineConfig(
         str(model), device="cuda", dtype=dtype, tp=tp, num_gpu_blocks=128,
@@ -67,7 +67,7 @@ def open_ranks(
 
 
 def answers_of_one_and_more(open_engine: Callable[[bool], Engine]) -> list[list[list[list[int]]]]:
-    """All prompts at once, whose sums go through NCCL, and short ones alone. open_engine: told whether of several."""
+    """Return answers to all prompts, with sums through NCCL, and to short ones. open_engine: is given are_several."""
     found = []
     for are_several in (False, True):
         made = open_engine(are_several)
@@ -102,7 +102,7 @@ def test_drafts_of_the_first_rank_change_no_token(kind: str, tmp_path: Path) -> 
 
 
 def test_adapters_of_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
-    """More of them than slots."""
+    """There are more adapters than slots."""
     model = save_tiny_model(tmp_path)
     stored = load_file(model / "model.safetensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items() if tensor.dim() == 2}
@@ -145,7 +145,7 @@ def test_two_ranks_of_other_blocks_give_the_tokens_of_one(kind: str, tmp_path: P
 
 @pytest.mark.parametrize("exchange", ["sum", "dispatch"])
 def test_the_first_of_two_ranks_counts_experts(exchange: str, tmp_path: Path) -> None:
-    """As one GPU does; where rows are divided, those that it routes."""
+    """It counts as one GPU does; if rows are divided, it counts the rows that it routes."""
     model, path = save_tiny_model(tmp_path, inner=32, num_experts=4), tmp_path / "loads"
     found = []
     for tp in (1, 2):
@@ -170,7 +170,7 @@ def test_the_first_of_two_ranks_counts_experts(exchange: str, tmp_path: Path) ->
 def test_ranks_that_exchange_experts_give_the_tokens_of_one(
     exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In graphs, with replicas, by what they count."""
+    """In graphs, with replicas, and with the loads that the ranks count."""
     monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_CHOICES_A_SLOT", 1)
     monkeypatch.setattr("engine.expert_balancing.rebalancing.MIN_GAIN", 1.0)
     model = save_tiny_model(tmp_path, inner=32, num_experts=4)
@@ -191,7 +191,7 @@ def test_ranks_that_exchange_experts_give_the_tokens_of_one(
 def errors_of_one_and_two_ranks(
     model: Path, of_two: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[float, float]:
-    """In bfloat16, of all prompts' tokens, as the model goes through them; beside its weights in float32."""
+    """Return relative errors of the prompts' log-probabilities in bfloat16, against float32 weights."""
 
     def logprobs(*args: Any, **settings: Any) -> Tensor:
         found = prompt_logprobs(open_ranks(model, *args, **settings), PROMPTS)
@@ -207,7 +207,7 @@ def errors_of_one_and_two_ranks(
 
 @pytest.mark.parametrize("mode", ["none", "fp8", "w8a8", "int8-weight", "int4-weight"])
 def test_two_ranks_are_as_near_to_float32_as_one(mode: str, tmp_path: Path) -> None:
-    """Ranks round and quantize at other places, not more often."""
+    """Ranks round and quantize in other places, not more often."""
     model = save_tiny_model(tmp_path, head_dim=64, hidden=256, inner=512)
     one, two = errors_of_one_and_two_ranks(model, quant_mode=mode)
     assert two < 1.25 * one
@@ -233,7 +233,7 @@ def test_two_ranks_of_a_checkpoint_are_as_near_to_its_weights_as_one(name: str, 
 def test_ranks_of_mxfp4_experts_are_as_near_to_their_weights_as_one(
     inner: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """160: two and a half groups of columns for each of two ranks."""
+    """160 columns: each of two ranks has two and a half groups of columns."""
     torch.manual_seed(0)
     model = save_mxfp4(tmp_path, inner)
     one, two = errors_of_one_and_two_ranks(model, settings, quant_mode="auto")
@@ -252,7 +252,7 @@ def test_ranks_take_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def lose_a_rank(made: Engine) -> None:
-    """Never returns: kernels of this process wait for the lost rank until it ends."""
+    """Kill a rank and report the error. Never returns: this process's kernels would wait for the rank."""
     request = made.add_request(PROMPTS[0], replace(GREEDY, max_tokens=200))
     while len(request.output_token_ids) < 5:
         made.step()
@@ -267,7 +267,7 @@ def lose_a_rank(made: Engine) -> None:
 
 
 def assert_a_lost_rank_is_told(module: str, opened: str, model: Path) -> None:
-    """In a process of its own. opened: an expression for the engine, with names of the module."""
+    """Run `lose_a_rank` in a separate process. opened: an expression for the engine, with names of the module."""
     code = f"""
 import sys
 from {module} import *
