@@ -1,4 +1,4 @@
-"""Pearson's chi-square test, in as far as tests of samplers need it."""
+"""Pearson's chi-square test, as far as tests of samplers need it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEAST_EXPECTED = 5.0  # of a cell; rarer ones are counted as one
 
 
 def fits(counts: Sequence[int], probabilities: Sequence[float]) -> float:
-    """Probability of counts at least as unlike these probabilities; 0 where something came that cannot."""
+    """Return the p-value of counts under these probabilities; 0 if an impossible outcome was counted."""
     total = sum(counts)
     cells, rare = [], [0.0, 0.0]
     for count, probability in zip(counts, probabilities, strict=True):
@@ -27,7 +27,7 @@ def fits(counts: Sequence[int], probabilities: Sequence[float]) -> float:
 
 
 def fit_together(counts: Sequence[int], others: Sequence[int]) -> float:
-    """Probability that two samples of one distribution are at least as unlike each other."""
+    """Return the p-value of the hypothesis that two samples come from one distribution."""
     total, other_total = sum(counts), sum(others)
     statistic, num_cells = 0.0, 0
     for count, other in zip(counts, others, strict=True):

@@ -1,4 +1,4 @@
-"""Models of all kinds, and one run of all that requests may ask for: what tests of several features compare."""
+"""Models of all kinds, and one run with everything that requests may ask for, which combination tests compare."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save_gguf(folder: Path) -> Path:
     return write_wide(folder, "Q4_1", num_hidden_layers=2).path
 
 
-# What writes a model, its settings, and blocks that hold the longest sequence, and not two of them.
+# The function that writes a model, its settings, and a number of blocks for the longest sequence, but not two.
 MODELS: dict[str, tuple[Callable[[Path], Path], dict[str, Any], int]] = {
     "windows and experts": (TINY_MODELS["gpt-oss"].save, FLOAT32, 24),
     "latents and experts": (TINY_MODELS["deepseek-v3"].save, FLOAT32, 13),
@@ -60,14 +60,14 @@ def open_engine(path: Path, **settings: Any) -> EngineParts:
 
 @dataclass(frozen=True)
 class Answers:
-    """tokens: of PROMPTS and of LONG. logprobs: of the prompts' tokens. vectors: of LONG."""
+    """Tokens of PROMPTS and LONG, logprobs of the prompts' tokens, and vectors of LONG."""
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
     vectors: list[Tensor]
 
     def check(self, parts: EngineParts, near: float = 1e-3, is_swapped: bool = False) -> None:
-        """An engine with drafts and other features gives these. near: errors of vectors."""
+        """Check that an engine with drafts and other features gives these. near: tolerated errors of vectors."""
         found = run(parts)
         assert found.tokens == self.tokens
         for ours, theirs in zip(found.logprobs, self.logprobs, strict=True):
@@ -82,13 +82,13 @@ class Answers:
             assert parts.engine.load().num_preemptions > 0
 
     def draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let about two of three drafts be right from now on."""
+        """Make about two of three drafts right from now on."""
         known = [prompt + each for prompt, each in zip([*PROMPTS, LONG], self.tokens, strict=True)]
         draft_with(monkeypatch, MakeOracle(knows(known), 0.7, VOCAB_SIZE))
 
 
 def run(parts: EngineParts) -> Answers:
-    """Vectors of a long prompt, which more urgent ones interrupt; the first of these writes words of a grammar."""
+    """Embed a long prompt, which more urgent requests interrupt; the first of these follows a grammar."""
     engine = parts.engine
     pooled = [engine.add_request(LONG, replace(POOLED, pooling=each), priority=1) for each in ("last", "mean")]
     engine.step()

@@ -1,4 +1,4 @@
-"""Tiny models and what transformers makes of them, once for all tests of a process."""
+"""Tiny models and transformers' answers for them, made once for all tests of a process."""
 
 from __future__ import annotations
 

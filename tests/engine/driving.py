@@ -33,18 +33,18 @@ def open_model(files: ModelFiles, **settings: Any) -> tuple[LoadedModel, EngineC
 
 
 def engine_config(model: str = "", **settings: Any) -> EngineConfig:
-    """Settings of the core and of wings: type checkers know those of the core alone."""
+    """Make settings of the core and of wings; type checkers know only those of the core."""
     return EngineConfig(model, **settings)
 
 
 def num_drafts(engine: Engine) -> tuple[int, int]:
-    """Draft tokens of an engine so far, and those that were accepted."""
+    """Return the numbers of draft tokens and of accepted ones of an engine so far."""
     speculation = engine._scheduler.speculation
     return (0, 0) if speculation is None else (speculation.num_drafts, speculation.num_accepted)
 
 
 def step(engine: Engine) -> StepOutcome:
-    """Take a step; after one without rows, leave the core to what requests wait for: adapters, grammars."""
+    """Take a step; after one without rows, yield the CPU to the threads that load adapters or compile grammars."""
     outcome = engine.step()
     if not outcome.plan.rows:
         time.sleep(0.001)
@@ -52,7 +52,7 @@ def step(engine: Engine) -> StepOutcome:
 
 
 def finish(engine: Engine) -> list[RequestOutput]:
-    """Step until all requests have ended. None of them fails, and no step."""
+    """Step until all requests have ended. Checks that no request and no step fails."""
     outputs: list[RequestOutput] = []
     while engine.has_work():
         outputs += step(engine).outputs
@@ -65,7 +65,7 @@ def finish(engine: Engine) -> list[RequestOutput]:
 def answers(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams], **fields: Any
 ) -> list[list[int]]:
-    """Tokens of prompts that run together. params: of all, or of each. fields: of all requests."""
+    """Return the tokens of prompts that run together. params: for all, or one for each. fields: for all requests."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     requests = [engine.add_request(prompt, own, **fields) for prompt, own in zip(prompts, each, strict=True)]
     finish(engine)
@@ -73,7 +73,7 @@ def answers(
 
 
 def prompt_logprobs(engine: Engine, prompts: Sequence[list[int]]) -> Tensor:
-    """Log-probabilities of the prompts' tokens, one prompt after the other."""
+    """Return the log-probabilities of the prompts' tokens, one prompt after the other."""
     params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     outputs = sorted(finish(engine), key=lambda output: requests.index(output.request))
@@ -81,7 +81,7 @@ def prompt_logprobs(engine: Engine, prompts: Sequence[list[int]]) -> Tensor:
 
 
 def serve(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
-    """Greedy answers of so many tokens to prompts together; all KV is free afterwards."""
+    """Return greedy answers of `num_tokens` to prompts that run together; checks that all KV is free afterwards."""
     params = replace(GREEDY, max_tokens=num_tokens, ignore_eos=True)
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     finish(engine)
@@ -101,7 +101,7 @@ def make_runner(loaded: LoadedModel, config: EngineConfig) -> CpuRunner:
 
 
 def plan_of(work: Sequence[tuple[Request, int]]) -> StepPlan:
-    """The plan that computes the next `n` tokens of each request, sampling where all are known."""
+    """Make the plan that computes the next `n` tokens of each request and samples after the last known one."""
     step = ScheduledStep()
     for request, count in work:
         start = request.num_computed_tokens
@@ -112,7 +112,7 @@ def plan_of(work: Sequence[tuple[Request, int]]) -> StepPlan:
 
 
 class Driver:
-    """Advances requests step by step. Blocks come in random order; each step's shape is the caller's."""
+    """Advances requests step by step. Blocks come in random order; the caller chooses each step's shape."""
 
     def __init__(self, runner: CpuRunner, config: EngineConfig, seed: int = 0) -> None:
         self.runner = runner
@@ -133,7 +133,7 @@ class Driver:
         return request
 
     def step(self, work: Sequence[tuple[Request, int]]) -> StepResult:
-        """Compute the next `n` tokens of each request (decode rows first), sampling where all are known."""
+        """Compute the next `n` tokens of each request (decode rows first); sample after the last known one."""
         work = sorted(work, key=lambda item: item[1] != 1)
         for request, count in work:
             num_positions = -(-(request.num_computed_tokens + count) // self.block_size)
@@ -147,7 +147,7 @@ class Driver:
         return result
 
     def finish(self, requests: Sequence[Request], num_tokens: int, chunk: int) -> None:
-        """Run all to `num_tokens` outputs: chunks of prompts join the others' decode steps."""
+        """Run all requests to `num_tokens` outputs; prompt chunks join the others' decode steps."""
         while True:
             work = [
                 (request, min(chunk, request.num_tokens - request.num_computed_tokens))
@@ -163,7 +163,7 @@ class Driver:
 def generate(
     loaded: LoadedModel, config: EngineConfig, prompt: Sequence[int], num_tokens: int = 1, chunk: int = 16
 ) -> tuple[list[int], Tensor]:
-    """Greedy tokens after a prompt, which is computed in steps of `chunk`; logits (num_tokens, vocab) of each."""
+    """Return greedy tokens after a prompt, computed in steps of `chunk`, and their logits (num_tokens, vocab)."""
     driver = Driver(make_runner(loaded, config), config)
     request = driver.add(prompt, record_logits=True)
     driver.finish([request], num_tokens, chunk)
@@ -178,7 +178,7 @@ def read_prompt(
     num_likely: int = 0,
     num_tokens: int = 1,
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of the prompt's tokens but the first, in steps of `chunk`; then generate `num_tokens`."""
+    """Return log-probabilities of all prompt tokens but the first, in steps of `chunk`; generate `num_tokens`."""
     driver = Driver(make_runner(loaded, config), config)
     driver.finish([driver.add(prompt, replace(GREEDY, prompt_logprobs=num_likely))], num_tokens, chunk)
     return [entry for result in driver.results for part in result.prompt_logprobs for entry in part]

@@ -20,7 +20,7 @@ VOCAB_SIZE = 1000
 
 
 def next_token(token_ids: list[int]) -> int:
-    """The oracle: deterministic, depends on every token and on the order."""
+    """Return the oracle's next token: deterministic, it depends on every token and on their order."""
     state = 7
     for token_id in token_ids:
         state = (state * 31 + token_id + 1) % 1_000_003
@@ -36,7 +36,7 @@ def expected_tokens(prompt: list[int], num_tokens: int) -> list[int]:
 
 @dataclass(slots=True)
 class FakeStep:
-    """A step whose tokens the runner's own state learns when they are read, as those of a GPU."""
+    """A step whose tokens enter the runner's state only when they are read, as on a GPU."""
 
     runner: BlockMemoryRunner
     found: StepResult
@@ -44,7 +44,7 @@ class FakeStep:
     compute: Callable[[], None] | None = None  # what the device has not done yet
 
     def run(self) -> None:
-        """Let the device do it."""
+        """Do what the device does in this step."""
         compute, self.compute = self.compute, None
         if compute is not None:
             compute()
@@ -78,7 +78,7 @@ class BlockMemoryRunner:
     def __init__(
         self, block_size: int, max_steps_in_flight: int = 1, windows: tuple[int, ...] = (0,), is_late: bool = False
     ) -> None:
-        """windows: of each KV group, 0: none. is_late: steps touch memory when their results are asked for."""
+        """windows: of each KV group, 0: none. is_late: steps touch memory only when their results are asked for."""
         self.block_size = block_size
         self.windows = windows
         self.max_steps_in_flight = max_steps_in_flight
@@ -113,7 +113,7 @@ class BlockMemoryRunner:
         return step
 
     def catch_up(self) -> None:
-        """Let all steps in flight do what they do to memory."""
+        """Apply the memory accesses of all steps in flight."""
         for step in self.in_flight:
             step.run()
 
@@ -149,7 +149,7 @@ class BlockMemoryRunner:
                     step.sampled.append(((len(step.sampled), index, request, position, NO_DRAFT), token_id))
 
     def _tokens(self, request: RequestState, start: int, stop: int) -> list[int]:
-        """Known tokens, and behind them the one that only the device has seen."""
+        """Return the known tokens, followed by the one that only the device has seen."""
         known = request.token_ids[start:stop]
         assert len(known) == stop - start or not self.is_pipeline
         return known if len(known) == stop - start else [*known, self.last_token[request.request_id]]

@@ -1,4 +1,4 @@
-"""What an engine says that is asked for a wing which this installation lacks: in the copy of tests/wings.py."""
+"""Errors of an engine that needs a wing which this installation lacks, in the copy of tests/wings.py."""
 
 from __future__ import annotations
 

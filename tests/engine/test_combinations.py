@@ -1,5 +1,5 @@
-"""Several features at a time that are likely to be used together: the answers of an engine without those that must
-change none. tests/compatibility.toml says which pairs are tested here.
+"""Features that are likely to be used together: answers equal those of an engine without the features that must not
+change them. tests/compatibility.toml says which pairs are tested here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_ranks_and_stages_with_drafts_and_8_bit_blocks(monkeypatch: pytest.Monke
 
 
 def test_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With replicas, of a model with windows; drafts, objectives, and blocks that are swapped."""
+    """Experts have replicas, the model has windows; with drafts, objectives, and swapped blocks."""
     save, settings, num_blocks = MODELS["windows and experts"]
     path = save(tmp_path / "m")
     expected = run(open_engine(path, **settings))
@@ -64,7 +64,7 @@ def test_ranks_that_dispatch_to_placed_experts(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("mode", ["int8-weight", "int4-weight"])
 def test_ranks_of_placed_and_quantized_experts(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities, as bfloat16 rounds sums over ranks once more."""
+    """Compares log-probabilities, because bfloat16 rounds sums over ranks once more."""
     path, settings = WIDE_EXPERTS.save(tmp_path / "m"), {"dtype": "bfloat16", "quant_mode": mode}
     expected = run(open_engine(path, **settings))
     place_experts(monkeypatch, tmp_path / "loads.json", [[90, 1, 40, 5]] * 3)
@@ -109,7 +109,7 @@ def test_ranks_that_count_and_move_placed_experts(
     base = {"tp": 2, "expert_parallel": True, "expert_exchange": "dispatch", **FLOAT32, **settings}
 
     def answer(**more: Any) -> tuple[list[list[int]], int]:
-        """Tokens, and how often experts moved."""
+        """Return the tokens, and how often experts moved."""
         parts = open_engine(path, **base, **more)
         tokens, rebalancer = answers(parts.engine, PROMPTS, PLAIN), balancing_of(parts).rebalancer
         return tokens, rebalancer.num_changes if rebalancer else 0

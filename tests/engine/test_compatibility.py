@@ -1,4 +1,4 @@
-"""docs/compatibility.md says what the rules between settings and the named tests say, and nothing else."""
+"""docs/compatibility.md agrees with the rules between settings and with the tests that it names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
         not KEYS.keys() <= {field.name for field in fields(EngineConfig)}, reason="needs the settings of all wings"
     ),
 ]
-# Pairs that nothing refuses and no test runs together. The number may fall; a new feature may add what it brings.
+# Pairs that nothing refuses and no test runs together. The number may fall; a new feature may add its own pairs.
 NUM_UNTESTED = 0
 ON: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
@@ -66,12 +66,12 @@ EXCLUDED = [(one, other, reason) for one, others, reason in rules("excludes") fo
 
 
 def config_of(*keys: str) -> EngineConfig:
-    """Settings in which these are on. Raises ConfigError where they cannot be."""
+    """Make settings with these features on. Raises ConfigError if they cannot be combined."""
     return EngineConfig(**dict(chain.from_iterable(ON[key].items() for key in keys)))
 
 
 def with_needs(*keys: str) -> list[str]:
-    """The features, and of what they need the first."""
+    """Return the features and the first choice of each feature that they need."""
     found, left = list[str](), list(keys)
     while left:
         if (key := left.pop()) in SETTINGS and key not in found:
@@ -110,7 +110,7 @@ def test_features_without_what_they_need_are_refused(feature: str, needed: list[
 
 @pytest.mark.parametrize("key", SETTINGS)
 def test_other_pairs_of_settings_are_not_refused(key: str) -> None:
-    """Neither by what they need; a setting that the page refuses is refused."""
+    """What they need does not refuse them either; a setting that the page refuses is refused."""
     for other in SETTINGS:
         if other == key:
             continue
@@ -145,7 +145,7 @@ def test_names_are_known() -> None:
 
 @cache
 def functions(path: str) -> set[str]:
-    """Names of a file's tests."""
+    """Return the names of a file's tests."""
     body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
     return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 

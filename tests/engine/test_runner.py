@@ -55,7 +55,7 @@ def test_logits_and_greedy_tokens_equal_transformers(opened: Opened) -> None:
 
 
 def test_a_row_may_be_computed_twice(llama: Opened) -> None:
-    """The loop runs a failed step's rows again one by one."""
+    """The engine runs a failed step's rows again, one by one."""
     loaded, config, reference = llama
     driver = Driver(make_runner(loaded, config), config)
     request = driver.add(random_prompt(12, VOCAB_SIZE, 5))

@@ -38,10 +38,10 @@ CPU = torch.device("cpu")
 WAIT_SECONDS = 60.0
 NUM_TOKENS = 8
 PROMPTS = [[(7 * i + 11 * j) % (VOCAB_SIZE - 8) + 8 for j in range(3 + 9 * i)] for i in range(6)]
-# Of models with KV groups.
+# For models with KV groups.
 SCARCE_BLOCKS = {"gemma3": 93, "gpt-oss": 28, "mistral-window": 13, "qwen2-moe-windows": 28}
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-OF_RANKS: dict[str, Any] = {}  # settings of ranks that one rank cannot have
+OF_RANKS: dict[str, Any] = {}  # settings that need several ranks
 
 
 class ThreadGroup:
@@ -59,7 +59,7 @@ class ThreadGroup:
         return rank
 
     def join(self, rank: int) -> None:
-        """The calling thread is this rank from now on."""
+        """Make the calling thread this rank from now on."""
         self._local.rank = rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class ThreadGroup:
 
 
 class QueueLink:
-    """Both ends of what is between two stages."""
+    """Both ends of the link between two stages."""
 
     def __init__(self) -> None:
         self._sent: queue.Queue[Tensor] = queue.Queue()
@@ -146,7 +146,7 @@ def _follow(plans: queue.Queue[bytes], runner: CpuRunner, group: ThreadGroup | N
 
 
 class UnwarmedRunner(ParallelRunner):
-    """The stages in threads have been warmed up by nobody."""
+    """A runner for stages in threads, which skip the warm-up."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -175,7 +175,7 @@ def threaded_runner(
 def open_stages(
     path: Path, count: int, monkeypatch: pytest.MonkeyPatch, tp: int = 1, **settings: object
 ) -> EngineParts:
-    """An engine over stages of `tp` ranks each."""
+    """Open an engine over stages of `tp` ranks each."""
 
     def make(whole: LoadedModel, _pool: Tensor, host: Tensor | None, config: EngineConfig, *_: object) -> Any:
         return threaded_runner(whole, host, config, tp, count)
@@ -187,17 +187,17 @@ def open_stages(
 
 
 def open_ranks(path: Path, count: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> EngineParts:
-    """An engine over ranks of all layers."""
+    """Open an engine over ranks that hold all layers."""
     return open_stages(path, 1, monkeypatch, count, **settings)
 
 
 def answers_of(parts: EngineParts, params: SamplingParams = GREEDY) -> list[list[int]]:
-    """Tokens after PROMPTS, which are run together."""
+    """Return the tokens after PROMPTS, which run together."""
     return answers(parts.engine, PROMPTS, params)
 
 
 def own_followers() -> list[int]:
-    """Of this process, without those of engines that other tests have left to the collector of garbage."""
+    """Return this process' followers, without those of other tests' engines that await garbage collection."""
     gc.collect()
     return followers_of(os.getpid())
 
@@ -205,7 +205,7 @@ def own_followers() -> list[int]:
 def place_experts(
     monkeypatch: pytest.MonkeyPatch, loads: Path, layers: list[list[int]], exchange: str = "dispatch"
 ) -> None:
-    """Ranks have whole experts from now on, placed by these loads, with two replicas."""
+    """Give ranks whole experts from now on, placed by these loads, with two replicas."""
     loads.write_text(json.dumps({"num_experts": len(layers[0]), "layers": layers}))
     for setting, value in {
         "expert_parallel": True, "expert_exchange": exchange, "expert_placement": str(loads),

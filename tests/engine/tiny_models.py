@@ -55,13 +55,13 @@ class TinyModel:
         return model
 
     def save(self, path: Path, model: transformers.PreTrainedModel | None = None) -> Path:
-        """model: what `build` has made."""
+        """Save the model. model: made by `build`."""
         (model or self.build()).save_pretrained(path, max_shard_size=self.shard_bytes or "1GB")
         return path
 
 
 def with_wing(name: str) -> Any:
-    """The name of a model as a test's parameter, marked with the wing that the model needs."""
+    """Make the name of a model a test's parameter, marked with the wing that the model needs."""
     return pytest.param(
         name, marks=[pytest.mark.wing(wing) for start, wing in WINGS.items() if name.startswith(start)]
     )
@@ -180,7 +180,7 @@ TINY_MODELS = {
     ),
     "mixtral": TinyModel("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
-# What sets the others apart (rotary tables, biases, windows, how experts are chosen, how a file is cut) is not
+# The others differ in things (rotary tables, biases, windows, choice of experts, splitting of files) that are not
 # divided among ranks, or one of these has it, too.
 UNLIKE_WHEN_DIVIDED = sorted(
     TINY_MODELS.keys()
@@ -191,12 +191,12 @@ UNLIKE_WHEN_DIVIDED = sorted(
 
 @torch.inference_mode()
 def reference_logits(model: transformers.PreTrainedModel, token_ids: list[int]) -> Tensor:
-    """(len(token_ids), vocab)."""
+    """Return logits (len(token_ids), vocab) of transformers."""
     return model(torch.tensor([token_ids])).logits[0]
 
 
 def reference_greedy(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-    """By full recompute, without a cache."""
+    """Return greedy tokens by full recompute, without a cache."""
     return reference_answers(model, [prompt], num_tokens)[0]
 
 
@@ -204,7 +204,7 @@ def reference_greedy(model: transformers.PreTrainedModel, prompt: list[int], num
 def reference_answers(
     model: transformers.PreTrainedModel, prompts: Sequence[list[int]], num_tokens: int
 ) -> list[list[int]]:
-    """Greedy tokens after each prompt, by full recompute of all together.
+    """Return greedy tokens after each prompt, by full recompute of all together.
 
     Padding follows the tokens, so that a causal model needs no mask to ignore it.
     """

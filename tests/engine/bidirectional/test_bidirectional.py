@@ -1,4 +1,4 @@
-"""Models whose tokens attend to later ones: vectors of transformers, in whatever company a prompt is computed."""
+"""Models with bidirectional attention: vectors equal transformers', whatever other prompts share a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def expected(name: str, prompts: Sequence[list[int]], pooling: str) -> list[Tens
 
 
 def saved(name: str, folder: Path) -> str:
-    """Without a head, as embedding models are published."""
+    """Save the model without a head, as embedding models are published."""
     MODELS[name].build().model.save_pretrained(folder)
     return str(folder)
 
@@ -66,7 +66,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_vectors_equal_transformers(name: str, tmp_path: Path) -> None:
-    """All prompts in one step, and in steps that have room for some of them."""
+    """Runs all prompts in one step, and in steps that have room for only some of them."""
     prompts, model = prompts_of(), saved(name, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"][0].endswith("Model")
     for tokens_per_step in (0, max(LENGTHS)):
@@ -78,7 +78,7 @@ def test_vectors_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_each_token_sees_later_ones(llama: str, tmp_path: Path) -> None:
-    """The oracle is no causal model, and neither is ours."""
+    """Neither the oracle nor our model is causal."""
     made, causal = engine(llama), engine(str(TinyModel("Llama").save(tmp_path)))
     one, other = [5, 6, 7, 8], [5, 6, 7, 9]
     mean = replace(POOLED, pooling="mean")
@@ -105,7 +105,7 @@ def test_the_same_bits_in_any_company(llama: str) -> None:
     ],
 )
 def test_more_urgent_prompts_cut_none(settings: dict[str, Any], llama: str) -> None:
-    """They come between steps that are full, and take the place of those that wait."""
+    """They arrive between full steps and are served before those that wait."""
     made = engine(llama, max_num_batched_tokens=60, max_num_seqs=8, num_gpu_blocks=16, **settings)
     prompts = [random_prompt(length, VOCAB_SIZE, length) for length in (40, 30, 59, 7, 60, 20)]
     requests, outputs = [], []
@@ -131,7 +131,7 @@ def test_ranks(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.wing("engine.windows")
 def test_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each knows which of its layers have a window."""
+    """Each stage knows which of its layers have a window."""
     made = open_stages(Path(saved("embeddinggemma", tmp_path)), 2, monkeypatch, num_gpu_blocks=256).engine
     assert_close(vectors(made, prompts_of(), "mean"), expected("embeddinggemma", prompts_of(), "mean"))
 
@@ -139,7 +139,7 @@ def test_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("forked_followers")
 @pytest.mark.wing("engine.expert_balancing")
 def test_ranks_of_placed_experts(tmp_path: Path) -> None:
-    """Processes, whose experts are counted, placed by counts, have replicas and move."""
+    """Ranks are processes, whose experts are counted, placed by these counts, replicated and moved."""
     path, loads = saved("qwen3-moe", tmp_path / "m"), tmp_path / "loads.json"
     settings: dict[str, Any] = {"tp": 2, "expert_parallel": True, "expert_exchange": "dispatch"}
     settings |= {"num_redundant_experts": 2, "expert_rebalance_interval": 1}
@@ -169,7 +169,7 @@ def test_adapters(llama: str, tmp_path: Path) -> None:
 @pytest.mark.wing("engine.gguf")
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_files_of_few_bits(is_packed: bool, tmp_path: Path) -> None:
-    """GGUF files whose metadata says so, and quantized checkpoints: vectors of the weights that they stand for."""
+    """Vectors of such GGUF files and of quantized checkpoints equal those of the dequantized weights."""
     if is_packed:
         model = write(FORMATS["gptq"], tmp_path / "m", replace(TINY, changes={**TINY.changes, **BOTH_WAYS}))
         path = tmp_path / "m"
@@ -194,7 +194,7 @@ def test_it_generates_nothing(llama: str) -> None:
 
 
 def test_a_prompt_fits_into_one_step(llama: str) -> None:
-    """By default the context does; else the step's tokens bound it, also where somebody asks for more."""
+    """By default the context fits; otherwise the tokens of a step bound it, even if a larger one is asked for."""
     assert engine(llama).max_model_len == 256
     made = engine(llama, max_num_batched_tokens=16, max_num_seqs=4)
     longest = random_prompt(16, VOCAB_SIZE, 16)
@@ -222,7 +222,7 @@ def test_latents_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.wing("engine.transformers_models")
 def test_transformers_code_is_refused(tmp_path: Path) -> None:
-    """Its masks alone say so, and those our attention does not read."""
+    """Only its masks are bidirectional, and our attention does not read them."""
     path = str(MODELS["llama"].save(tmp_path))
     with pytest.raises(
         UnsupportedModelError, match="attention to later tokens is computed by our own families alone"

@@ -1,4 +1,4 @@
-"""Draws: their distribution, what each parameter does to it, and that nothing but seed and position matters."""
+"""Samples: their distribution, the effect of each parameter, and that they depend only on seed and position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EOS = 7
 def row_of(
     *, prompt: Sequence[int] = (1, 2, 3), output: Sequence[int] = (), name: str = "a", **params: Any
 ) -> RequestState:
-    """A request whose next token is to be sampled."""
+    """Make a request whose next token is to be sampled."""
     values = {"max_tokens": 1000, "seed": 11, **params}
     return RequestState(RequestId(name), [*prompt, *output], len(prompt), SamplingParams(**values), frozenset([EOS]))
 
@@ -34,7 +34,7 @@ def logits_row(seed: int = 0, size: int = VOCAB_SIZE, spread: float = 2.0) -> Te
 
 
 def sample(rows: Sequence[RequestState], logits: Tensor, **kwargs: Any) -> SampledTokens:
-    """All rows have the same logits."""
+    """Sample one token for each row; all rows have the same logits."""
     return sample_each(rows, logits.expand(len(rows), -1).clone(), **kwargs)
 
 
@@ -43,7 +43,7 @@ def sample_each(rows: Sequence[RequestState], logits: Tensor, **kwargs: Any) -> 
 
 
 def draw_many(logits: Tensor, count: int, **params: Any) -> Counter[int]:
-    """Draws at `count` positions of one seed."""
+    """Sample at `count` positions with one seed."""
     rows = [row_of(output=[0] * index, **params) for index in range(count)]
     return Counter(sample(rows, logits).token_ids)
 
@@ -70,7 +70,7 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
 
 
 def naive_truncation(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Probabilities by the definitions, token by token."""
+    """Compute the truncated probabilities by their definitions, token by token."""
     order = logits.argsort(descending=True).tolist()
     kept = order[:top_k] if top_k else order
     mass = logits[kept].softmax(-1)

@@ -1,4 +1,4 @@
-"""On a CPU an answer has the same bits alone and in any company: tokens, and log-probabilities to the last bit."""
+"""Batch invariance on a CPU: tokens and log-probabilities have the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.request import Request, SamplingParams
 from tests.engine.driving import finish, random_prompt
 from tests.engine.tiny_models import SHAPE, TINY_MODELS, VOCAB_SIZE, with_wing
 
-# Libraries treat products of a few thousand numbers differently, which no real model has.
+# GEMM libraries treat matrices of a few thousand numbers differently; no real model has such.
 LARGER = {
     "hidden_size": 384,
     "num_hidden_layers": 2,
@@ -30,14 +30,14 @@ LARGER = {
     "n_routed_experts": 32,
     "num_local_experts": 32,
 }
-NUM_LOGPROBS = 2 if has_wing("engine.logprobs") else None  # else tokens alone are compared
+NUM_LOGPROBS = 2 if has_wing("engine.logprobs") else None  # otherwise only tokens are compared
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0, logprobs=NUM_LOGPROBS, ignore_eos=True, seed=0)
 LENGTHS = (1, 5, 17, 40, 64, 90, 3, 33, 12)  # more prompts than MAX_INT4_ROWS
 Answers = list[tuple[list[int], str]]
 
 
 def answers(engine: Engine, prompts: list[list[int]], arrivals: random.Random | None = None) -> Answers:
-    """Each prompt's tokens and log-probabilities: one after the other, or arriving at random steps."""
+    """Return each prompt's tokens and log-probabilities; prompts run one by one, or arrive at random steps."""
     requests: dict[int, Request] = {}
     logprobs: dict[str, list[Any]] = {}
     waiting = list(range(len(prompts)))
@@ -100,7 +100,7 @@ def test_company_changes_nothing(family: str, quant_mode: str, tmp_path: Path) -
 def test_generated_tokens_that_are_computed_again_change_nothing(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a preemption, or on another worker after the death of one."""
+    """They are computed again after a preemption, or on another worker after the first one died."""
     monkeypatch.setattr(forms, "MAX_REPLAY_TOKENS", 4)
     quant_mode = "int8-weight" if has_wing("engine.quantization") else "none"
     engine = open_engine(save(family, tmp_path), quant_mode=quant_mode)
@@ -116,7 +116,7 @@ def test_generated_tokens_that_are_computed_again_change_nothing(
 def resumed(
     engine: Engine, prompt: list[int], known: list[int], params: SamplingParams
 ) -> tuple[list[int], list[str]]:
-    """All tokens, and the log-probabilities of those after the known ones."""
+    """Return all tokens, and the log-probabilities of those after the known ones."""
     request = engine.add_request(prompt, params, output_token_ids=known)
     return request.output_token_ids, [repr(entry) for output in finish(engine) for entry in output.logprobs]
 
@@ -132,7 +132,7 @@ def test_drafts_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.wing("engine.native")  # whose attention of chunks does so, and plain torch's does not
 def test_without_it_company_changes_bits(tmp_path: Path) -> None:
-    """The control: what the tests above compare does differ, where nothing is done about it."""
+    """The control: without batch invariance, the values that the tests above compare do differ."""
     engine = open_engine(save("llama", tmp_path), batch_invariant=False)
     prompts = [random_prompt(length, VOCAB_SIZE, length) for length in LENGTHS]
     assert answers(engine, prompts, random.Random(0)) != answers(engine, prompts)
@@ -149,6 +149,6 @@ def test_a_single_row_of_many_columns(make: Any) -> None:
 
 
 def test_no_rows() -> None:
-    """Of ranks that divide tokens one may have none."""
+    """If ranks divide tokens, a rank may have none."""
     layer = invariant(Linear(torch.randn(8, 4).bfloat16()))
     assert layer(torch.zeros(0, 4, dtype=torch.bfloat16)).shape == (0, 8)

@@ -1,4 +1,4 @@
-"""The order of service by policies that would rather nobody were served."""
+"""The order of service under policies that obstruct it: one admits nobody, one always preempts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.engine.scheduling.engines import assert_quiet, make_engine, run_all
 
 
 class Hesitant:
-    """Admits nobody of whom it is asked."""
+    """Admits no request."""
 
     def key(self, request: RequestView) -> tuple[float, ...]:
         return (request.arrival,)
@@ -34,7 +34,7 @@ def test_who_is_not_admitted_starts_when_nothing_runs() -> None:
 
 
 class Contrary:
-    """Last come, first served, and always at the cost of somebody else."""
+    """Serves the last arrival first, and always preempts another request for it."""
 
     def key(self, request: RequestView) -> tuple[float, ...]:
         return (-request.arrival,)

@@ -1,4 +1,4 @@
-"""An 8-bit KV cache: scales that change nothing by themselves, and how near the answers stay."""
+"""8-bit KV cache: scales alone change nothing, and answers stay close."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def attention_blocks(loaded: LoadedModel) -> list[Attention]:
 
 
 def logits_of(loaded: LoadedModel, config: EngineConfig) -> Tensor:
-    """Of the token after each of two prompts, both computed in chunks: (2, vocab)."""
+    """Return the logits (2, vocab) of the token after each of two prompts, both computed in chunks."""
     driver = Driver(make_runner(loaded, config), config)
     requests = [driver.add(random_prompt(length, VOCAB_SIZE, length), record_logits=True) for length in (5, 40)]
     driver.finish(requests, num_tokens=1, chunk=16)
@@ -106,7 +106,7 @@ def test_a_gpu_without_the_conversion_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_cached_prefixes_and_chunks_give_the_same_tokens(path: Path) -> None:
-    """What a token attends to is what the pool holds, whichever way it came there."""
+    """A token attends to the values that the pool holds, however they got there."""
     outputs = []
     for max_num_batched_tokens in (64, 16):
         config = EngineConfig(

@@ -1,4 +1,4 @@
-"""What counts and moves the experts of an engine."""
+"""Access to the objects that count and move the experts of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of experts' loads: what is counted, and files that are refused."""
+"""Files of expert loads: which tokens are counted, and which files are refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
 
 
 def make_recorder(slots: tuple[int, ...], path: Path | None = None) -> tuple[ExpertLoadRecorder, Moe]:
-    """One layer of experts on two ranks."""
+    """Make a recorder for one layer of experts on two ranks."""
     assert CONFIG.moe is not None
     config = replace(CONFIG, moe=replace(CONFIG.moe, slots=slots, expert_ranks=2))
     block = Moe(config, DummyWeights(torch.float32, torch.device("cpu")), "mlp", "norm")
@@ -84,11 +84,11 @@ def count(block: Moe, new: list[int]) -> None:
 
 
 def test_ranks_are_counted_by_the_experts_that_they_have(tmp_path: Path) -> None:
-    """Of a window: what is older than it counts in totals alone."""
+    """Counts are those of a window; older ones only count in totals."""
     recorder, block = make_recorder((0, 1, 2, 0, 1, 3), tmp_path / "loads")
     recorder.take(recorder.start_copy().values)
     assert (recorder.rank_tokens, recorder.balancedness) == ([0.0, 0.0], 0.0)
-    for new in [[0, 0, 4, 0], *[[2, 2, 0, 0]] * NUM_READS]:  # expert 2 is the first rank's alone, 0 and 1 are both's
+    for new in [[0, 0, 4, 0], *[[2, 2, 0, 0]] * NUM_READS]:  # only the first rank has expert 2; both have 0 and 1
         count(block, new)
         recorder.take(recorder.start_copy().values)
         if new[2]:
@@ -115,12 +115,12 @@ def test_a_file_that_cannot_be_written_any_more_stops_no_step(
 
 
 def test_a_layer_is_placed_anew_when_its_ranks_are_uneven() -> None:
-    """Of enough tokens, and by those since the last look alone."""
+    """It needs enough tokens, and only those since the last check count."""
     recorder, block = make_recorder((0, 1, 2, 3))
     rebalancer = Rebalancer(recorder, interval=3)
 
     def steps(new: list[int]) -> list[PlacedExperts]:
-        """Changes within an interval, executed as ranks do."""
+        """Return the changes within an interval, executed as ranks do."""
         count(block, new)
         changes = [change for change in (rebalancer.next_change() for _ in range(3)) if change is not None]
         for change in changes:
@@ -128,7 +128,7 @@ def test_a_layer_is_placed_anew_when_its_ranks_are_uneven() -> None:
             block.slots.place(change.slots)
         return changes
 
-    assert steps([480, 480, 32, 16]) == []  # too few, which the next look has, too
+    assert steps([480, 480, 32, 16]) == []  # too few; they count at the next check, too
     (change,) = steps([16, 0, 0, 0])
     assert (change.index, set(change.slots[:2])) in [(0, {0, 2}), (0, {0, 3})]
     assert steps([1000, 999, 1000, 999]) == []  # as even as before

@@ -1,4 +1,4 @@
-"""Experts that ranks exchange: each rank has then what it would have been loaded with."""
+"""Experts that ranks exchange: afterwards each rank holds the weights that loading would have given it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def output(block: Moe, x: Tensor) -> Tensor:
 )
 @torch.inference_mode()
 def test_a_moved_expert_is_as_it_would_have_been_loaded(kind: type[Moe], dtype: torch.dtype, is_int8: bool) -> None:
-    """Also in forms that were made before it moved; between ranks, within one, and back."""
+    """Also in lowered forms that were made before the move; between ranks, within one, and back."""
     group, x = ThreadGroup(SIZE), torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(5)).to(dtype)
 
     def run(rank: int) -> int:

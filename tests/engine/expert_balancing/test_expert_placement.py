@@ -1,4 +1,4 @@
-"""Placements of experts: every expert somewhere, none twice on a rank, and no more imbalance than without."""
+"""Placements of experts: each expert has a slot, none is twice on a rank, and imbalance does not increase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.engine.driving import engine_config
 
 
 def assert_whole(slots: tuple[int, ...], num_experts: int, num_ranks: int) -> None:
-    """Ranks have equally many slots, every expert has one, and no rank has an expert twice."""
+    """Check that ranks have equally many slots, every expert has one, and no rank has an expert twice."""
     assert len(slots) % num_ranks == 0
     assert set(slots) == set(range(num_experts))
     assert all(len(set(held)) == len(held) for held in slots_of_ranks(slots, num_ranks))
@@ -47,7 +47,7 @@ def test_a_placement_is_whole(data: st.DataObject, num_ranks: int, per_rank: int
 @given(data=st.data(), num_ranks=st.integers(1, 5), per_rank=st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
 def test_a_change_moves_no_more_than_it_must(data: st.DataObject, num_ranks: int, per_rank: int) -> None:
-    """Sets of experts stay those of the ranks, in any order; a placement with ranks renamed is the one before."""
+    """Ranks keep their sets of experts in any order; a placement that only permutes ranks moves nothing."""
     num_experts = data.draw(st.integers(per_rank, per_rank * num_ranks))
     loads = st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts)
     before, after = (
@@ -83,7 +83,7 @@ def test_skewed_loads_become_even(num_ranks: int, num_redundant: int) -> None:
     loads = [10_000 / (expert + 1) for expert in range(64)]
     found = imbalance(balanced_placement(loads, num_ranks, num_redundant), loads, num_ranks)
     per_rank = 64 // num_ranks
-    least = (loads[0] + sum(loads[65 - per_rank :])) * num_ranks / sum(loads)  # the hottest beside the coldest
+    least = (loads[0] + sum(loads[65 - per_rank :])) * num_ranks / sum(loads)  # the hottest next to the coldest
     assert found < (1.05 if num_redundant else max(1.05, 1.03 * least))
     assert found < imbalance(plain_placement(64), loads, num_ranks) / 1.5
 

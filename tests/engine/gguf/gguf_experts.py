@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of DeepSeek's and Mixtral's models, today and in older files."""
+"""Tensors and metadata that llama.cpp's converter writes for mixtures of experts, today and in older files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def expert_pieces(name: str, tensor: Tensor, is_old: bool) -> dict[str, Tensor]:
-    """transformers has the experts' gate and up in one; files of early 2024 have a tensor for each expert."""
+    """Split transformers' fused gate and up of experts; files of early 2024 have a tensor for each expert."""
     layer = f"blk.{name.split('.')[2]}"
     if name.endswith("down_proj"):
         found = {f"{layer}.ffn_down": tensor}
@@ -23,7 +23,7 @@ def expert_pieces(name: str, tensor: Tensor, is_old: bool) -> dict[str, Tensor]:
 
 
 def gpt_oss_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Gate and up take turns in transformers' weights, which are (experts, in, out)."""
+    """Split gate and up, which are interleaved in transformers' weights (experts, in, out)."""
     layer = f"blk.{name.split('.')[2]}"
     kind = "bias" if name.endswith("_bias") else "weight"
     rows = tensor if kind == "bias" else tensor.transpose(1, 2)
@@ -33,7 +33,7 @@ def gpt_oss_pieces(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def gpt_oss_weight(pieces: list[Tensor], kind: str) -> Tensor:
-    """The inverse of `gpt_oss_pieces`."""
+    """Invert `gpt_oss_pieces`."""
     rows = torch.stack(pieces, dim=2).flatten(1, 2) if len(pieces) > 1 else pieces[0]
     return rows if kind == "bias" else rows.transpose(1, 2).contiguous()
 
@@ -46,7 +46,7 @@ def split_kv_b(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def add_deepseek_fields(writer: gguf.GGUFWriter, config: Any, is_old: bool) -> None:
-    """is_old: sizes of heads, no more; neither V2's gate, nor groups."""
+    """Write DeepSeek's metadata. is_old: only head sizes, neither V2's gate nor groups."""
     qk_dim, rope_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.qk_rope_head_dim
     if is_old:
         writer.add_head_count_kv(config.num_key_value_heads)

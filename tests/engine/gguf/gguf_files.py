@@ -49,7 +49,7 @@ def name_map(arch: str) -> gguf.TensorNameMap:
 
 
 def gguf_name(name: str, arch: str) -> str:
-    """By the map that the converter has, too."""
+    """Map transformers' name to GGUF's with the converter's own table."""
     spelled = name.replace("_correction_bias", "_correction.bias")
     found = name_map(arch).get_name(spelled, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
@@ -57,7 +57,7 @@ def gguf_name(name: str, arch: str) -> str:
 
 
 def pieces(name: str, tensor: Tensor, arch: str, config: Any, is_old: bool) -> dict[str, Tensor]:
-    """What the converter makes of a tensor, by name."""
+    """Return the tensors that the converter writes for one tensor, by name."""
     if ".experts." in name and arch == "gpt-oss":
         return gpt_oss_pieces(name, tensor)
     if ".experts." in name:
@@ -71,7 +71,7 @@ def pieces(name: str, tensor: Tensor, arch: str, config: Any, is_old: bool) -> d
 
 
 def add_family_fields(writer: gguf.GGUFWriter, config: Any, is_old: bool) -> None:
-    """The converter's keys for one architecture."""
+    """Write the converter's keys for one architecture."""
     if writer.arch == "gemma3":
         add_heads(writer, config)
         writer.add_sliding_window(config.sliding_window)
@@ -114,7 +114,7 @@ def add_heads(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def interleave(weight: Tensor, num_heads: int) -> Tensor:
-    """Halves of each head to pairs, row by row: the converter's order for Llama."""
+    """Reorder rows of each head from halves to pairs: the converter's order for Llama."""
     rows = weight.shape[0] // num_heads
     order = [
         head * rows + half * rows // 2 + pair
@@ -126,7 +126,7 @@ def interleave(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Random bits in rows of blocks under small scales, of any type that has blocks."""
+    """Make rows of random blocks with small scales, of any block type."""
     rng = np.random.default_rng(int(kind))
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block_size, block_bytes), dtype=np.uint8)
@@ -143,14 +143,14 @@ def files_of(path: Path) -> ModelFiles:
 
 
 def write_wide(folder: Path, kind: str, family: str = "Llama", **changes: Any) -> ModelFiles:
-    """A file of a model whose matrices are made of whole blocks."""
+    """Write a file of a model whose matrices consist of whole blocks."""
     folder.mkdir(exist_ok=True)
     write_gguf(folder / "m.gguf", TinyModel(family, {**WIDE, **changes}).build(), family.lower(), kind)
     return files_of(folder / "m.gguf")
 
 
 def load_and_read(files: ModelFiles, dtype: str, quant_mode: str) -> tuple[LoadedModel, Tensor]:
-    """The model, and log-probabilities of a prompt's tokens."""
+    """Load the model; return it and the log-probabilities of a prompt's tokens."""
     loaded, config = open_model(files, dtype=dtype, quant_mode=quant_mode)
     entries = read_prompt(loaded, config, random_prompt(40, VOCAB_SIZE, 3), chunk=1)
     return loaded, torch.tensor([entry.logprob for entry in entries])
@@ -163,8 +163,8 @@ def write_gguf(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Write `model`, matrices as `kind`. Returns what the file really holds, under transformers' names.
 
-    tensors_per_part: write several files, whose names the package makes of `path`. is_old: as it was done before.
-    tokenizer: its metadata; None: names of tokens alone.
+    tensors_per_part: write several files, which the package names after `path`. is_old: write the older layout.
+    tokenizer: its metadata; None: only names of tokens.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_part)

@@ -1,4 +1,4 @@
-"""Blocks of few bits kept as they are: what is read and computed, and how close a whole model stays to the file."""
+"""Quantized GGUF blocks kept as they are: reads, products, and how close a whole model stays to the file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_rounding_is_within_half_a_step() -> None:
     assert int(rows.values.max()) == 15
     assert int(rows.values.min()) == 0
     step = rows.scales.repeat_interleave(32, dim=1)
-    offset = rows.offsets_or_zeros().abs().repeat_interleave(32, dim=1) / 256  # what bfloat16 takes from the offset
+    offset = rows.offsets_or_zeros().abs().repeat_interleave(32, dim=1) / 256  # bfloat16 rounding of the offset
     assert bool(((rows.dequantize(torch.float32) - weight).abs() <= 0.6 * step + offset + 1e-6).all())
 
 

@@ -60,14 +60,14 @@ GEMMA3_FULL = {
 SHORT = PHI3_SHORT["rope_parameters"]
 PHI3_SCALED = {"original_max_position_embeddings": 256, "rope_parameters": {**SHORT, "attention_factor": 1.1}}
 DEEPSEEK_V2 = TINY_MODELS["deepseek-v2"]
-# The files tell one mscale, as published models have both alike.
+# The files hold one mscale, because both are equal in published models.
 DEEPSEEK_YARN = rope(
     "yarn", factor=4.0, mscale=0.8, mscale_all_dim=0.8, original_max_position_embeddings=64, beta_fast=4.0,
     beta_slow=2.0,
 )  # fmt: skip
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 DEEPSEEK_V2_LITE = TinyModel("DeepseekV2", {**DEEPSEEK, **DEEPSEEK_YARN})
-# What no file tells: published models have it so. Weights are small, so that few activations are clamped.
+# Values of published models that files do not hold. Weights are small, so that few activations are clamped.
 GPT_OSS_GIVEN = {"swiglu_limit": 7.0, "hidden_size": 64}
 FAMILIES = {
     "deepseek-v2-lite": (DEEPSEEK_V2_LITE, "deepseek2"),
@@ -103,7 +103,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
 
 
 def test_rope_factors_stretch_each_frequency(tmp_path: Path) -> None:
-    """Llama 3.1's files carry factors per frequency in place of a formula."""
+    """Llama 3.1's files have factors per frequency instead of a formula."""
     model = TinyModel("Llama", LLAMA3_ROPE).build()
     plain = 1.0 / 10000.0 ** (np.arange(0, 8, 2, dtype=np.float32) / 8)
     factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Experts that a GGUF file holds as MXFP4, dequantized and as kernels of experts take them."""
+"""Experts stored as MXFP4 in a GGUF file, dequantized and in the layout of expert kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_blocks_are_read_as_a_checkpoints(tmp_path: Path) -> None:
 @needs_library
 @pytest.mark.parametrize("quantization", ["MXFP4", "Q8_0"])
 def test_experts_stay_as_the_file_holds_them_on_cpus(quantization: str, tmp_path: Path) -> None:
-    """For few tokens and many; a model's steps are those of its layers."""
+    """For few tokens and many; a whole model computes the same as its layers."""
     path = tmp_path / "m.gguf"
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
     write_gguf(path, TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN, **sizes}).build(), "gpt-oss", quantization)
@@ -94,7 +94,7 @@ def test_experts_of_a_checkpoint_become_the_blocks_of_a_file(tmp_path: Path) -> 
 @needs_library
 @pytest.mark.parametrize("kind", ["gguf", "checkpoint"])
 def test_ranks_divide_experts_in_blocks(kind: str, tmp_path: Path) -> None:
-    """Whole blocks of their columns; a rank of half a block has them in int8."""
+    """Ranks take whole blocks of columns; a rank with half a block has it in int8."""
     path = tmp_path / ("m.gguf" if kind == "gguf" else "m")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
     tiny = TinyModel("GptOss", {**GPT_OSS, **GPT_OSS_GIVEN, **sizes})

@@ -1,4 +1,4 @@
-"""Ranks of GGUF files hold parts of their 4-bit blocks: the numbers of the whole file, in less memory."""
+"""Tensor-parallel ranks hold parts of a GGUF file's 4-bit blocks: the same numbers in less memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 2},  # whose rows of q and k lie in another order
+    "llama": {"num_hidden_layers": 2},  # whose rows of q and k are permuted
     "tied and odd vocabulary": {"vocab_size": VOCAB_SIZE + 1, "tie_word_embeddings": True},
     "blocks cut in two": {"intermediate_size": 192},  # 48 columns of each of four ranks
 }
@@ -36,7 +36,7 @@ def write(path: Path, name: str) -> Path:
 
 @pytest.fixture
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of 4-bit rows in float32, in which nothing is rounded; others stay plain."""
+    """Make layers of 4-bit rows compute in float32, without rounding; others stay plain."""
 
     monkeypatch.setattr(conversion, "resolve_quant_mode", lambda *_, **options: "int4-weight")
     monkeypatch.setattr(conversion, "linears_of", lambda dtype, _device: ExactLinears(dtype))
@@ -45,7 +45,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_exact")
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_and_stages_equal_one_rank(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 ranks, two have the same KV head."""
+    """With 4 ranks, two have the same KV head."""
     path = write(tmp_path, name)
     expected = answers_of(open_ranks(path, 1, monkeypatch))
     for num_ranks in (2, 4):
@@ -80,7 +80,7 @@ def test_ranks_keep_blocks_that_they_do_not_cut(quant_mode: str, name: str, num_
 
 
 def test_ranks_are_close_to_one_rank_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over ranks are rounded once more."""
+    """They are not equal, because sums over ranks are rounded once more."""
     path = write(tmp_path, "llama")
     found = [
         prompt_logprobs(open_ranks(path, num_ranks, monkeypatch, dtype="bfloat16").engine, PROMPTS)

@@ -1,4 +1,4 @@
-"""Layers over blocks as a GGUF file holds them: each type in both forms, and a model that keeps them."""
+"""Layers over packed GGUF blocks: each type in both forms, and a model that keeps them."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ needs_library = pytest.mark.skipif(
 
 @pytest.fixture(params=VARIANTS, ids=["avx512", "avx2"])
 def _variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that are made in the test are computed with by this variant."""
+    """Make weights created in the test use this variant."""
     if request.param not in variants_of_this_cpu():
         pytest.skip("this CPU lacks its instructions")
     monkeypatch.setattr(linear, "library", lambda: declared(loaded(FOLDER, request.param)))
 
 
 def some_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -> tuple[Blocks, torch.Tensor]:
-    """Rows of random bits under sane scales, and the float32 numbers that the `gguf` package reads in them."""
+    """Make rows of random blocks with sane scales, and the float32 numbers that `gguf` reads from them."""
     raw = random_blocks(kind, (num_rows, num_columns))
     return Blocks(torch.from_numpy(raw), int(kind)), torch.from_numpy(gguf.dequantize(raw, kind))
 
 
 def within(found: torch.Tensor, exact: torch.Tensor, most: float) -> bool:
-    """Whether errors are small beside what is added up."""
+    """Whether the largest error is at most `most` times the largest exact value."""
     return float((found.float() - exact).abs().max()) <= most * float(exact.abs().max())
 
 
@@ -76,7 +76,7 @@ def test_weights_are_dequantized_to_the_bit(kind: GGMLQuantizationType) -> None:
 @pytest.mark.parametrize("num_columns", [512, 768])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_products(kind: GGMLQuantizationType, num_columns: int) -> None:
-    """In integers, where nothing but x is rounded, and in bfloat16; rows and columns that fill no vector."""
+    """In integers, where only x is rounded, and in bfloat16; with rows and columns that fill no vector."""
     blocks, exact = some_blocks(kind, 37, num_columns)
     weight = BlockWeight([blocks], num_columns)
     bias = torch.randn(37).bfloat16()
@@ -95,7 +95,7 @@ def test_products(kind: GGMLQuantizationType, num_columns: int) -> None:
 @pytest.mark.usefixtures("_variant")
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
 def test_an_odd_number_of_blocks_in_a_row_is_dequantized(kind: GGMLQuantizationType) -> None:
-    """In integers, two blocks share an accumulator."""
+    """The integer product needs pairs of blocks, which share an accumulator."""
     blocks, exact = some_blocks(kind, 37, 96)
     weight = BlockWeight([blocks], 96)
     assert not weight.has_integers
@@ -119,7 +119,7 @@ def test_x_of_zeros_gives_the_bias() -> None:
 @pytest.mark.usefixtures("_variant")
 @pytest.mark.parametrize("in_integers", [False, True])
 def test_a_row_has_the_same_bits_among_any_others(in_integers: bool) -> None:
-    """Of several types in one layer, as q, k and v are."""
+    """Also with several types in one layer, as in fused q, k and v."""
     kinds = ((Kind.Q5_0, 48), (Kind.Q4_1, 20), (Kind.Q6_K, 33), (Kind.Q8_0, 19), (Kind.Q4_K, 18), (Kind.Q5_K, 17))
     parts = [some_blocks(kind, rows, 256)[0] for kind, rows in kinds]
     weight = BlockWeight(parts, 256)
@@ -181,8 +181,8 @@ def test_weights_stay_in_the_mapped_file(tmp_path: Path) -> None:
 @needs_library
 @pytest.mark.parametrize("variant", VARIANTS, ids=["avx512", "avx2"])
 def test_the_library_is_compiled_once(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for another CPU, as images have it: there no other test compiles the real sources."""
-    library_path(FOLDER, variant)  # those of this version may be in the user's cache
+    """Also for another CPU, as in images, for which no other test compiles the real sources."""
+    library_path(FOLDER, variant)  # libraries of this version may be in the user's cache
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "sources"
     folder.mkdir()
@@ -265,7 +265,7 @@ NUM_EXPERTS, TOP_K, HIDDEN, INNER, MAX_ROWS = 7, 3, 512, 256, 6
 def some_experts(
     max_rows: int = MAX_ROWS, last: GGMLQuantizationType = Kind.Q6_K, is_clamped: bool = False
 ) -> dict[int, Expert]:
-    """Of two types in turn, without numbers 2 and, at the end, 6. is_clamped: gpt-oss' gate, with biases."""
+    """Make experts of two alternating types, without experts 2 and 6. is_clamped: gpt-oss' gate, with biases."""
     experts: dict[int, Expert] = {}
     for index in (0, 1, 3, 4, 5):
         down = last if index % 2 else Kind.Q4_K
@@ -313,7 +313,7 @@ def test_bits_are_those_of_one_after_the_other(num_tokens: int, max_rows: int, i
 @needs_library
 @pytest.mark.usefixtures("_variant")
 def test_what_is_left_to_one_after_the_other() -> None:
-    """An expert with more tokens than compute in integers, and weights that cannot."""
+    """An expert with too many tokens for the integer product, and weights that have none."""
     at_once = at_once_of(some_experts())
     assert at_once is not None
     x, shares, _ = choices(MAX_ROWS + 1)
@@ -326,7 +326,7 @@ def test_what_is_left_to_one_after_the_other() -> None:
 
 @needs_library
 def test_steps_of_a_model_have_its_experts_at_once(tmp_path: Path) -> None:
-    """Those of generated tokens: a prompt's compute in bfloat16, one expert after the other."""
+    """Only steps of generated tokens; prompts compute in bfloat16, one expert after the other."""
     sizes = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
     files = write_wide(tmp_path, "Q8_0", "Qwen3Moe", head_dim=32, **sizes)
     prompt = random_prompt(20, VOCAB_SIZE, 3)

@@ -36,30 +36,30 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def in_mask(words: Any) -> list[int]:
-    """Tokens that a mask allows."""
+    """Return the tokens that a mask allows."""
     return [int(token_id) for token_id in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
 
 
 def allowed(followed: str, token_ids: list[int]) -> list[int]:
-    """What may come next."""
+    """Return the tokens that may come next."""
     words = GRAMMARS.start(followed).result().allowed(token_ids)
     assert words is not None
     return in_mask(words)
 
 
 def may_end(followed: str, begun: str | Sequence[int]) -> tuple[bool, bool]:
-    """Whether an answer may begin so, and whether it may end there."""
+    """Whether an answer may begin with `begun`, and whether it may end there."""
     words = GRAMMARS.start(followed).result().allowed(list(begun.encode() if isinstance(begun, str) else begun))
     return words is not None, words is not None and EOS in in_mask(words)
 
 
 def allows(followed: str, text: str) -> bool:
-    """Whether the whole text follows the grammar. What spells a special token is one."""
+    """Whether the whole text follows the grammar. Text that spells a special token is encoded as one."""
     return may_end(followed, DRY_RUN.encode(text, allow_special=True))[1]
 
 
 def written_by(followed: str, seed: int, begin: str | list[int] = "") -> list[int]:
-    """What a random model writes from that beginning on, without blanks where it has the choice."""
+    """Return what a random model writes after `begin`, without blanks where it has a choice."""
     draw = random.Random(seed)
     matcher = GRAMMARS.start(followed).result()
     output = list(begin.encode() if isinstance(begin, str) else begin)

@@ -43,7 +43,7 @@ def test_special_tokens_are_no_text(grammars: Grammars) -> None:
 
 
 def test_tokens_are_taken_back(grammars: Grammars) -> None:
-    """Drafts that were refused, whether they followed the grammar or not, and steps that are repeated."""
+    """Tokens of rejected drafts, whether they followed the grammar or not, and of repeated steps."""
     matcher = grammars.start(grammar.json_schema({"enum": ["abcd", "abxy"]})).result()
     begun = list(b'"ab')
     after = allowed(matcher, begun)
@@ -58,7 +58,7 @@ def test_tokens_are_taken_back(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("text", [AMBIGUOUS, 'start: e\ne: e e | "b" | "a"?'])
 def test_a_grammar_at_its_limits_ends_with_an_error_and_is_compiled_again(grammars: Grammars, text: str) -> None:
-    """Every way to read a text is followed, and there are ever more of them. Copies share an automaton: one that has
+    """The matcher follows every parse of a text, and their number grows. Copies share an automaton: one that has
     failed would fail all later answers.
     """
     followed = grammar.lark(text)

@@ -53,7 +53,7 @@ def make(**settings: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """Each prompt with each set of parameters, alone and without caches."""
+    """Run each prompt with each set of parameters, alone and without caches."""
     llm = make(prefix_cache=False, max_num_batched_tokens=2048)
     return [llm.generate(prompt, params)[0].token_ids for params in PARAMS for prompt in PROMPTS]
 
@@ -162,7 +162,7 @@ def test_a_grammar_that_is_none_is_refused(text: str) -> None:
 
 
 def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request has its place and no row; then it gets its answer."""
+    """Meanwhile the request is admitted but has no row; then it gets its answer."""
     llm = make()
     compile_it, compiled = Grammars._compile, threading.Event()
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.wing("engine.grammar"), pytest.mark.soak]
 
 
 def schemas() -> Path:
-    """The folder of schemas; skips the test where it cannot be had."""
+    """Return the folder of schemas; skip the test if it is not available."""
     if folder := os.environ.get("JSONSCHEMABENCH"):
         return Path(folder)
     if not CACHE.is_dir():

@@ -60,7 +60,7 @@ def test_a_bug_in_one_mask_fails_one_answer() -> None:
 
 
 def test_a_mask_that_gets_no_core_is_waited_for() -> None:
-    """What counts is processor time."""
+    """The limit is on processor time, not on wall time."""
     thread, masks, go_on = MaskThread(), Masks(), threading.Event()
     threading.Timer(0.3, go_on.set).start()
     thread.run(

@@ -42,7 +42,7 @@ def test_the_prompt_may_have_begun_the_reasoning() -> None:
 
 
 def test_an_answer_of_any_text_begins_behind_the_reasoning() -> None:
-    """A grammar of calls in a text binds none that the model only thinks of."""
+    """A grammar of calls in a text does not constrain calls within the reasoning."""
     schemas = {"f": {"type": "object", "properties": {}, "additionalProperties": False}}
     answer = text_and_calls_grammar(HERMES, schemas, True, {})
     followed = grammar.after(lark_before_answer(THINK, False, {}), answer)

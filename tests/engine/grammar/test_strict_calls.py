@@ -45,7 +45,7 @@ def first_marker(written: ToolFormat) -> str:
 @pytest.mark.parametrize("written", MARKED, ids=repr)
 def test_in_a_text_what_begins_like_a_call_is_one_and_follows_its_schema(written: ToolFormat) -> None:
     is_marked_each = not written.opening
-    # Any text between tags is without an end where nobody ends it.
+    # Free text between tags would never end, because a random model does not end it.
     schemas = SCHEMAS if isinstance(written, TaggedCalls | LiteralCalls) else {**SCHEMAS, "search": ANY_OBJECT}
     followed = text_and_calls_grammar(written, schemas, True, {})
     marker = first_marker(written)

@@ -51,7 +51,7 @@ MISTRAL = REASONING_FORMATS["mistral"]
 
 @pytest.fixture(autouse=True)
 def no_collections() -> Iterator[None]:
-    """A mask's time is bounded, and a collection of what many tests left would count as such."""
+    """Turn garbage collection off: a mask's time is bounded, and collecting the garbage of many tests would count."""
     gc.disable()
     yield
     gc.enable()
@@ -237,7 +237,7 @@ def test_answers_of_a_models_tokens(items: dict[str, Any]) -> None:
 
 @cache
 def _is_json_so_far(text: bytes) -> bool:
-    """Whether a grammar would let the text begin an array of texts and numbers, or an object of such."""
+    """Whether the text can be the beginning of an array of strings and numbers, or of an object of these."""
     body = text.removeprefix(b'{"k": ').decode()
     for end in ("", "]", "1]", '"]', '""]'):
         with suppress(json.JSONDecodeError):

@@ -86,7 +86,7 @@ def test_a_missing_gpu_is_said() -> None:
 
 
 class Weights(PartSource):
-    """Of a model, without the bytes."""
+    """Stands for a model's weights, without the bytes."""
 
     def take_part(self, name, part):
         return torch.empty(tuple(map(len, part)))

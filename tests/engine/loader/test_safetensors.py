@@ -1,4 +1,4 @@
-"""Directories with safetensors: what is wrong with one is said in one line."""
+"""Directories with safetensors: an error in one is reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What masks, biases and penalties of a request do to its draws."""
+"""Effects of a request's masks, biases and penalties on its samples."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def write_adapters(folder: Path, tiny: TinyModel, all_linear: Sequence[str] = ALL_LINEAR) -> list[Path]:
-    """All linear layers; some, of several ranks and rank-stabilized."""
+    """Write an adapter of all linear layers, and one of some, with several ranks and rank-stabilized."""
     shapes = shapes_of(tiny.build())
     some = [name for name in all_linear if name not in ("k_proj", "up_proj")]
     return [
@@ -123,7 +123,7 @@ def test_embedding_and_output_projection(tmp_path: Path) -> None:
     head = write_adapter(tmp_path / "head", shapes, ("lm_head", "down_proj"), seed=2)
     table = write_adapter(tmp_path / "table", shapes, ("embed_tokens",), seed=3)
     asked = [*zip(PROMPTS, (both, head, None, table), strict=True), (PROMPTS[0], head), (PROMPTS[0], None)]
-    untied = TinyModel(tiny.family)  # the adapter of one is not the other's: what transformers merges into is apart
+    untied = TinyModel(tiny.family)  # transformers merges into separate weights
 
     def answers(folder: Path | None, prompt: list[int]) -> list[int]:
         merged = untied.build()
@@ -145,7 +145,7 @@ def test_embedding_and_output_projection(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quant_mode", ["none", INT8])
 def test_bfloat16_and_quantized_weights(quant_mode: str, tmp_path: Path) -> None:
-    """As near to the merged model in float32 as an engine of the merged weights is."""
+    """Answers are as close to the merged model in float32 as those of an engine of the merged weights."""
     tiny, prompt = TINY_MODELS["llama"], random_prompt(200, VOCAB_SIZE, 7)
     (folder, _) = write_adapters(tmp_path, tiny)
     quantized = ("_proj.weight", "head.weight") if quant_mode != "none" else ()
@@ -168,7 +168,7 @@ def test_bfloat16_and_quantized_weights(quant_mode: str, tmp_path: Path) -> None
 
 
 def as_held(weight: torch.Tensor, is_quantized: bool) -> torch.Tensor:
-    """The numbers that an engine computes with in bfloat16."""
+    """Return the values that an engine computes with in bfloat16."""
     weight = weight.bfloat16()
     if not is_quantized:
         return weight
@@ -180,7 +180,7 @@ def as_held(weight: torch.Tensor, is_quantized: bool) -> torch.Tensor:
 
 
 def test_an_answer_does_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """In bfloat16, bit by bit: log-probabilities of a request alone, and among others in steps of other sizes."""
+    """In bfloat16, log-probabilities have the same bits alone and among other requests in steps of other sizes."""
     tiny = TINY_MODELS["llama"]
     first, second = write_adapters(tmp_path, tiny)
     path = tiny.save(tmp_path / "model")
@@ -203,7 +203,7 @@ def test_an_answer_does_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 
 def test_the_least_recently_used_adapter_leaves_and_comes_back(tmp_path: Path) -> None:
-    """With room for one, also while requests of several run."""
+    """With one slot, also while requests of several adapters run."""
     tiny = TINY_MODELS["llama"]
     first, second = write_adapters(tmp_path, tiny)
     asked = [*zip(PROMPTS, (first, second, None, first), strict=True)]
@@ -227,7 +227,7 @@ def test_the_least_recently_used_adapter_leaves_and_comes_back(tmp_path: Path) -
 
 
 def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    """When the request comes; others go on. A file that cannot be read later fails the request in its step."""
+    """They are refused when the request arrives. A file that cannot be read later fails the request in its step."""
     tiny = TINY_MODELS["llama"]
     first, second = write_adapters(tmp_path, tiny)
     path = tiny.save(tmp_path / "model")

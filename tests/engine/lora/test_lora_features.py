@@ -1,4 +1,4 @@
-"""Adapters beside other features of an engine, over all kinds of models: the tokens of an engine without those."""
+"""Adapters together with other features, over all kinds of models: the tokens of an engine without these features."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.wing("engine.lora"), pytest.mark.use
 
 
 def write_for(folder: Path, config: ModelConfig) -> str:
-    """An adapter of every layer that adapters of the model may change, but the output projection."""
+    """Write an adapter of every layer that the model's adapters may change, except the output projection."""
     return str(AdapterRef.of(write_adapter(folder, shapes_of_config(config), ("_proj",), std=0.25)))
 
 
 def with_adapter(parts: EngineParts, name: str) -> EngineParts:
-    """The engine, where every request names the adapter."""
+    """Make every request of the engine name the adapter."""
     parts.engine.add_request = partial(parts.engine.add_request, adapter=name)  # type: ignore[method-assign]
     return parts
 
@@ -54,7 +54,7 @@ def test_with_drafts_swapped_blocks_and_a_prompt_budget(
 
 
 def test_rows_of_adapters_and_of_the_model_itself_with_an_eagle_head(tmp_path: Path) -> None:
-    """The head reads what an adapter has made of a row."""
+    """The head reads a row's hidden states with its adapter applied."""
     settings: dict[str, Any] = {**FLOAT32, "enable_lora": True}
     path = TINY_MODELS["llama"].save(tmp_path / "m")
     plain = open_engine(path, **settings)
@@ -73,7 +73,7 @@ def test_rows_of_adapters_and_of_the_model_itself_with_an_eagle_head(tmp_path: P
 
 @pytest.mark.wing("engine.offline")
 async def test_folders_name_adapters(tmp_path: Path) -> None:
-    """Of the Python API."""
+    """In the Python API, adapters are given as folders."""
     params = replace(PLAIN, prompt_logprobs=None)
     folder = str(write_adapter(tmp_path / "poet", shapes_of_config(DRY_RUN_CONFIG), std=0.3))
     llm = LLM("dry-run", num_gpu_blocks=64, num_threads=1, enable_lora=True)

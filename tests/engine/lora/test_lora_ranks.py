@@ -1,4 +1,4 @@
-"""Adapters of divided layers: every rank has its part of them, and the tokens are those of merged models."""
+"""Adapters of tensor-parallel layers: every rank has its part, and tokens are those of merged models."""
 
 from __future__ import annotations
 

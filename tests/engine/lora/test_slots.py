@@ -1,4 +1,4 @@
-"""Who has a slot, where requests ask before every step."""
+"""Which adapter has a slot; requests ask for one before every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = [str(AdapterRef(f"{index:032x}", Path(f"/adapters/{index}"))) for index 
 
 
 class Fakes:
-    """Files that need no reading, and what was put into which slot."""
+    """A store over files that need no reading; records which adapter was put into which slot."""
 
     def __init__(self, capacity: int) -> None:
         self.filled: list[tuple[int, AdapterRef]] = []

@@ -1,4 +1,4 @@
-"""How much memory KV blocks get, from measured numbers; the steps that are measured."""
+"""The memory that KV blocks get, from measured numbers, and the steps that are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention in its three forms: equal to each other and to transformers; what each keeps of a token."""
+"""Latent attention in its three forms: equal to each other and to transformers; the KV of a token in each."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def expected() -> list[list[int]]:
 
 
 def logits_of(path: Path, **settings: Any) -> list[Tensor]:
-    """Of the tokens after each prompt, chunks of which are computed beside generated tokens."""
+    """Return the logits after each prompt, computed in chunks that share steps with generated tokens."""
     loaded, config = open_model(directory(path), **{"dtype": "float32", "num_threads": 1, **settings})
     driver = Driver(make_runner(loaded, config), config)
     requests = [driver.add(prompt, record_logits=True) for prompt in PROMPTS]
@@ -118,7 +118,7 @@ def test_forms_that_keep_the_same_have_the_same_fingerprint(path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16", "quant_mode": "int8-weight"}, {"kv_cache_dtype": "fp8"}])
 @pytest.mark.parametrize("form", FORMS)
 def test_quantized_weights_and_kv_are_close(path: Path, form: str, settings: dict[str, str]) -> None:
-    """Of what follows the prompt; generated tokens may differ."""
+    """Compares the logits after the prompt; generated tokens may differ."""
     exact, found = logits_of(path), logits_of(path, mla=form, **settings)
     for one, other in zip(exact, found, strict=True):
         assert float((one[0] - other[0]).norm() / one[0].norm()) < 0.12
@@ -131,7 +131,7 @@ def test_other_forms_are_refused_on_gpus_before_weights_are_read(path: Path) -> 
 
 
 def test_a_form_for_a_model_without_latents_is_refused() -> None:
-    """Not ignored; the form that is the default says nothing."""
+    """It is not ignored; the default form is accepted."""
     files = resolve_model("dry-run")
     with pytest.raises(ConfigError, match="--mla latent: LlamaForCausalLM has no latent attention; leave it out"):
         check_model(files, config_of("latent", "dry-run"))

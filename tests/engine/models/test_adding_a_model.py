@@ -1,4 +1,4 @@
-"""docs/extending.md is true: the file that it tells the reader to write is a model, equal to transformers'."""
+"""docs/extending.md is true: the model file that it tells the reader to write equals transformers'."""
 
 from __future__ import annotations
 

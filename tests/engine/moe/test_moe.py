@@ -1,4 +1,4 @@
-"""Mixtures of experts beyond what all families are tested for: quantized, random, in packed checkpoints, on a GPU."""
+"""Mixtures of experts in addition to the tests of all families: quantized, random, packed checkpoints, on a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logprobs(path: Path, **settings: str) -> torch.Tensor:
-    """Of the prompt's tokens; then a few are generated, through the layers of few rows."""
+    """Return the prompt tokens' log-probabilities; then generate a few through the layers for few rows."""
     loaded, config = open_model(directory(path), num_threads=1, **settings)
     entries = read_prompt(loaded, config, PROMPT, chunk=16, num_tokens=4)
     return torch.tensor([entry.logprob for entry in entries])

@@ -15,7 +15,7 @@ needs_library = pytest.mark.skipif(shutil.which("gcc") is None, reason="no compi
 
 @pytest.fixture(params=[*VARIANTS, ANY_CPU], ids=["avx512", "avx2", "any"])
 def native_variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed in the test is computed by this variant."""
+    """Make the test compute with this variant."""
     variant: Variant = request.param
     if variant not in (*variants_of_this_cpu(), ANY_CPU):
         pytest.skip("this CPU lacks its instructions")

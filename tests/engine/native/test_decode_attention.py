@@ -1,4 +1,4 @@
-"""Attention on a CPU: of generated tokens in C, in every variant that this CPU runs, and without a compiler."""
+"""CPU attention: decode in C, in every variant that this CPU runs, and without a compiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [(4, 2, 16, 4), (9, 3, 64, 16), (14, 2, 64, 16), (8, 8, 128, 32), (6, 2
 
 
 class Step:
-    """Decode rows over random blocks; each of `lengths` is what a query sees, its own key included."""
+    """Decode rows over random blocks; `lengths` are the numbers of keys that queries see, including their own."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, lengths: list[int]) -> None:
         num_heads, kv_heads, head_dim, block_size = shape
@@ -51,7 +51,7 @@ class Step:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_queries_equal_the_formula(shape: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float) -> None:
-    """Also of sequences that are cut into parts of 512 tokens."""
+    """Also for sequences that are split into parts of 512 tokens."""
     block_size = shape[3]
     step = Step(shape, dtype, [1, 2, block_size, block_size + 1, 3 * block_size + 2, 9 * block_size, 513, 1537])
     expected_pool = step.pool.clone()
@@ -68,7 +68,7 @@ def test_queries_equal_the_formula(shape: tuple[int, int, int, int], dtype: torc
 @needs_library
 @pytest.mark.usefixtures("native_variant")
 def test_a_query_has_the_same_bits_among_any_others() -> None:
-    """Alone on one thread, and among enough others for several; in one part and in three."""
+    """Alone on one thread, and among enough others for several threads; in one part and in three."""
     step = Step((9, 3, 64, 64), torch.bfloat16, [170, 33, 1300, 16, 900])
     together = step.attend()
     for row in range(5):
@@ -98,7 +98,7 @@ def test_tokens_that_lie_apart_are_copied() -> None:
 
 
 def test_padded_lengths_of_prompts_are_few() -> None:
-    """The library behind GEMMs compiles a program for each."""
+    """The GEMM library compiles a program for each length."""
     lengths = {padded_len(num_keys) for num_keys in range(1, 8193)}
     assert len(lengths) < 50
     assert all(padded_len(num_keys) >= num_keys for num_keys in range(1, 8193))
@@ -118,7 +118,7 @@ def test_pools_that_it_does_not_take() -> None:
 
 
 def test_tokens_without_a_compiler_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, where rounding decides nothing."""
+    """In float32, where rounding changes no token."""
     files = ModelFiles("model", "directory", TinyModel("Qwen3").save(tmp_path / "model"))
     found, backends = [], []
     for has_compiler in (True, False):

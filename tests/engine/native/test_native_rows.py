@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def assert_close(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, units: int = 2) -> None:
-    """Within so many units of the last place of `dtype`."""
+    """Check that errors are within a number of units in the last place of `dtype`."""
     torch.testing.assert_close(found.double(), exact, atol=1e-6, rtol=units * torch.finfo(dtype).eps)
 
 
@@ -23,7 +23,7 @@ def assert_close(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, u
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 @pytest.mark.parametrize("n", [8, 200, 6000])
 def test_norms(dtype: torch.dtype, scale: float, n: int) -> None:
-    """Also of rows that are far from zero on average, and with single entries far above the rest."""
+    """Also for rows whose mean is far from zero, and with single entries far above the rest."""
     torch.manual_seed(0)
     residual = (torch.randn(7, n) + torch.arange(7.0)[:, None]) * scale
     residual[3, 7] = 200 * scale
@@ -42,7 +42,7 @@ def test_norms(dtype: torch.dtype, scale: float, n: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [4, 24, 64, 128])
 def test_rotation(dtype: torch.dtype, head_dim: int) -> None:
-    """Of heads that lie among others, and of a part of each."""
+    """For heads that are a slice of a larger tensor, and for a part of each head."""
     torch.manual_seed(0)
     x = torch.randn(9, 6, head_dim + 3).to(dtype)
     kept = x.clone()
@@ -72,7 +72,7 @@ def test_gates(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 def test_a_row_has_the_same_bits_among_any_others() -> None:
-    """On one thread, and among enough others for several."""
+    """Alone on one thread, and among enough others for several threads."""
     torch.manual_seed(0)
     gate_up, residual = torch.randn(90, 1536).bfloat16(), torch.randn(90, 768)
     table = torch.randn(90, 2, 64)

@@ -1,4 +1,4 @@
-"""Prompt tokens beside decode rows, bounded by measured steps."""
+"""Budget of prompt tokens in steps with decode rows, from measured steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_long_contexts_leave_room_for_fewer_tokens() -> None:
 
 
 def test_chunks_do_not_shrink_where_that_makes_no_step_shorter() -> None:
-    """A GPU whose host starts the kernels of prompts behind 8,192 tokens one by one, in 20 ms."""
+    """A GPU whose host launches the kernels of prompts one by one after 8,192 tokens, in 20 ms."""
     true = StepCost(base=0.0055, row=3e-6, context=20e-9, prompt=0.0005, prompt_token=23e-6, prompt_context=0.7e-9)
     budget, rng = PromptBudget(0.025), random.Random(1)
     num_rows, context, num_computed, seconds = 10, 150_000, 0, 0.0
@@ -90,7 +90,7 @@ def test_chunks_do_not_shrink_where_that_makes_no_step_shorter() -> None:
 
 
 class FixedBudget(PromptBudget):
-    """So many prompt tokens beside decode rows."""
+    """Allows a fixed number of prompt tokens in steps with decode rows."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(1.0)
@@ -101,7 +101,7 @@ class FixedBudget(PromptBudget):
 
 
 def stepping(engine: Engine, request: Request) -> list[tuple[int, int]]:
-    """(prompt tokens, decode tokens) of each step until the request has a token."""
+    """Step until the request has a token. Returns (prompt tokens, decode tokens) of each step."""
     sizes = []
     while not request.output_token_ids:
         if (stats := engine.step().stats) is not None:
@@ -184,7 +184,7 @@ def test_who_is_due_first_is_served_first_within_a_priority() -> None:
 
 
 class Seen(PromptBudget):
-    """Notes what it is asked and told."""
+    """Records what it is asked and told."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -285,7 +285,7 @@ def test_handing_over_what_has_ended_or_never_was_does_nothing() -> None:
 
 
 def test_steps_are_compared_with_what_was_predicted() -> None:
-    """Of prompts beside decode rows alone, each once."""
+    """Only steps of prompts with decode rows are compared, each once."""
     budget = learned()
     budget.figures()
     alone, beside = StepSize(4, 0, 100, 0), StepSize(4, 64, 100, 2080)

@@ -1,4 +1,4 @@
-"""Many tasks on one engine: each gets what it would have got alone, and one that leaves takes nothing with it."""
+"""Many tasks on one engine: each gets the answer it would get alone, and one that leaves frees its blocks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ async def llm() -> AsyncIterator[AsyncLLM]:
 
 @pytest.fixture
 async def slow_llm() -> AsyncIterator[AsyncLLM]:
-    """With steps of 20 ms: a long request is open for 18 s, whenever this thread gets a core."""
+    """Make an LLM with steps of 20 ms: a long request stays open for 18 s, however late this thread gets a core."""
     async with AsyncLLM("dry-run", num_threads=1, num_gpu_blocks=256, simulated_steps="base=0.02") as model:
         yield model
 
 
 async def assert_idle(llm: AsyncLLM) -> None:
-    """Nothing open, and every block free or cached, once what was sent before has been done."""
+    """Check that no request is open and every block is free or cached, once earlier commands are done."""
     await llm.generate("x", SamplingParams(max_tokens=1))
     pool = llm.engine.kv.pool
     pool.check_integrity()

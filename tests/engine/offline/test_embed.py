@@ -1,4 +1,4 @@
-"""`LLM.embed` and `AsyncLLM.embed`: the vectors of transformers, of whoever asks."""
+"""`LLM.embed` and `AsyncLLM.embed`: the vectors equal transformers'."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def make(**settings: object) -> LLM:
 
 @pytest.fixture(scope="module")
 def one_by_one() -> dict[SamplingParams, list[list[int]]]:
-    """Every prompt alone, whole, without caches."""
+    """Run every prompt alone, unchunked and without caches."""
     llm = make(prefix_cache=False, max_num_batched_tokens=2048)
     return {params: [llm.generate(p, params)[0].token_ids for p in PROMPTS] for params in (GREEDY, SAMPLED)}
 
@@ -93,7 +93,7 @@ def test_a_stop_string_ends_an_answer_before_itself() -> None:
 
 
 def is_idle(llm: LLM) -> bool:
-    """Nothing open, and every block free or cached."""
+    """Whether no request is open and every block is free or cached."""
     pool = llm.engine.kv.pool
     pool.check_integrity()
     return pool.num_used == 0 and llm.engine.load().num_requests == 0
@@ -113,7 +113,7 @@ def test_threads_share_an_engine() -> None:
 
 
 def test_a_thread_that_steps_leaves_the_others_their_turn() -> None:
-    llm = make(simulated_steps="base=0.005")  # a second, whenever this thread gets a core
+    llm = make(simulated_steps="base=0.005")  # lasts a second, however late this thread gets a core
     stream = llm.stream("long", SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
     next(stream)
     ended = []
@@ -126,7 +126,7 @@ def test_a_thread_that_steps_leaves_the_others_their_turn() -> None:
 
 
 def test_a_stream_that_is_dropped_inside_a_step_frees_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector runs wherever it likes, in the thread that holds the engine too."""
+    """Garbage collection may run anywhere, also in the thread that holds the engine."""
     llm = make()
     holder: list[Any] = [llm.stream("Hello", SamplingParams(max_tokens=500, ignore_eos=True))]
     next(holder[0])

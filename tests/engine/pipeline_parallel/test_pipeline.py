@@ -1,4 +1,4 @@
-"""Pipeline stages: the tokens of one process for every family, all stages at work, an end when one of them ends."""
+"""Pipeline stages: the tokens of one process for every family, all stages busy, and all end when one of them ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.engine.tiny_models import TINY_MODELS, VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 
-# What sets the others apart lies within a layer, and no stage ends there.
+# The other families differ within a layer, where no stage ends.
 UNLIKE_IN_STAGES = [
     "deepseek-v3", "gemma3", "gpt-oss", "llama", "llama-tied-sharded", "mistral-window", "phi3-long-sharded",
     "qwen2-moe-windows", "qwen3-moe-some-dense",
@@ -68,7 +68,7 @@ SWAPPING: dict[str, Any] = {
 def test_stages_give_the_tokens_of_transformers(
     name: str, count: int, tp: int, settings: dict[str, Any], greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second time from the prefix cache, or with blocks that are swapped on all ranks of both stages."""
+    """The second run hits the prefix cache, or swaps blocks on all ranks of both stages."""
     path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     parts = open_stages(path, count, monkeypatch, tp, **{"max_num_batched_tokens": 40, "max_num_seqs": 6, **settings})
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_stages_give_the_tokens_of_transformers(
 def test_stages_take_drafts(
     name: str, count: int, tp: int, preemption: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some of them right, while other steps are in flight and requests give way to each other, with windows too."""
+    """Some drafts are right, other steps are in flight, and requests preempt each other; also with windows."""
     path, expected = greedy(TINY_MODELS[name], PROMPTS, NUM_TOKENS)
     known = [prompt + tokens for prompt, tokens in zip(PROMPTS, expected, strict=True)]
     draft_with(monkeypatch, MakeOracle(knows(known), 0.7, VOCAB_SIZE))
@@ -123,7 +123,7 @@ def test_a_request_in_flight_may_be_aborted_and_named_again(greedy: Greedy, monk
 
 
 def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of steps in flight at the same time are equal shares, and everybody gets a token in each round."""
+    """Rows of steps in flight at the same time are equal shares, and every request gets a token in each round."""
     parts = open_stages(TINY_MODELS["llama"].save(tmp_path), 3, monkeypatch, max_num_batched_tokens=40)
     in_flight, sizes = [], []
     params = replace(GREEDY, max_tokens=20)
@@ -139,7 +139,7 @@ def test_all_stages_have_a_step_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.soak)])
 def test_processes_are_ranks_and_stages(tp: int, pp: int, request: pytest.FixtureRequest) -> None:
-    """All that they must agree on: penalties, log-probabilities, recomputed prompts in chunks; then one is killed."""
+    """They must agree on penalties, log-probabilities and recomputed prompts in chunks; then one is killed."""
     if pp == 1:  # stages start by their real command
         request.getfixturevalue("forked_followers")
     params = [
@@ -177,7 +177,7 @@ def test_processes_are_ranks_and_stages(tp: int, pp: int, request: pytest.Fixtur
 
 
 def test_hidden_states_over_a_socket() -> None:
-    """More than the system buffers, while the other side sends, too, and does not read."""
+    """They exceed the system's buffers, and the other side sends at the same time without reading."""
     ours, theirs = socket.socketpair()
     sent, lost = [torch.randn(count, 1000) for count in (1, 3000, 7)], threading.Event()
     with ours, theirs:
@@ -252,7 +252,7 @@ def test_a_head_of_16_bits_counts_more_beside_packed_layers() -> None:
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2), (2, 2)])
 def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
-    """141 GB of weights and the KV of 256 sequences of 1,152 tokens, 102 GB: nobody has much more than others."""
+    """141 GB of weights and the KV of 256 sequences of 1,152 tokens, 102 GB: all GPUs have about equal shares."""
     folder = Path(__file__).parents[3] / "benchmarks/configs/llama3.3-70b"
     config = EngineConfig(str(folder), pp=pp, tp=tp, num_gpu_blocks=256 * 19).resolved("cuda")
     model = config_from_hf(read_hf_config(folder))
@@ -273,7 +273,7 @@ def test_parts_of_the_70b_shape_fit_their_gpus(pp: int, tp: int) -> None:
 
 @pytest.mark.soak
 def test_the_default_model_keeps_its_four_bit_weights() -> None:
-    """As one process has them, so that its KV is the same."""
+    """Stages hold them as one process does, so that KV is the same."""
     whole, stages = LLM(num_threads=1, num_gpu_blocks=64), LLM(pp=3, num_gpu_blocks=64)
     prompts = ["The capital of France is", "Once upon a time", "def fib(n):"]
     params = replace(GREEDY, max_tokens=16)

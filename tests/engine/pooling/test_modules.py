@@ -22,7 +22,7 @@ Module = tuple[str, dict[str, Any]]  # its kind, and its config
 
 
 def write(folder: Path, modules: Sequence[Module], path: str | None = None) -> Path:
-    """A model and, behind it, modules. path: of the model."""
+    """Write a model and the modules that follow it. path: of the model."""
     listed = [{"idx": 0, "name": "0", "path": path or "", "type": "sentence_transformers.models.Transformer"}]
     for index, (kind, config) in enumerate(modules, 1):
         own = folder / f"{index}_{kind}"
@@ -150,7 +150,7 @@ def test_layers_that_cannot_be_read(body: Path) -> None:
             engine(str(body))
 
 
-# -- a model without a head, whose names begin behind `model.` -------------------------------------------------------
+# -- a model without a head, whose names lack the prefix `model.` ----------------------------------------------------
 
 
 def save_body(name: str, folder: Path, shard_bytes: int = 0) -> Path:

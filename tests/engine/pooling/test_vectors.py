@@ -27,7 +27,7 @@ LENGTHS = (1, 2, 8, 9, 31, 60)
 
 @torch.inference_mode()
 def expected(name: str, prompts: Sequence[list[int]], pooling: str) -> list[Tensor]:
-    """By transformers' own last hidden states, without a cache."""
+    """Compute vectors from transformers' last hidden states, without a cache."""
     model = TINY_MODELS[name].build()
     states = [model.model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
     return [{"last": each[-1], "cls": each[0], "mean": each.mean(dim=0)}[pooling] for each in states]
@@ -69,7 +69,7 @@ def assert_close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_transformers(name: str, pooling: str, tmp_path: Path) -> None:
-    """A batch in one step, and then in chunks that end at any place of a prompt."""
+    """A batch runs in one step, then in chunks that end anywhere in a prompt."""
     prompts = prompts_of()
     wanted = expected(name, prompts, pooling)
     model = saved(name, tmp_path)
@@ -80,7 +80,7 @@ def test_equal_transformers(name: str, pooling: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("pooling", "num_cached"), [("last", [40, 32]), ("mean", [0, 0]), ("cls", [0, 0])])
 def test_a_cached_prefix_changes_nothing(pooling: str, num_cached: list[int], tmp_path: Path) -> None:
-    """`last` takes what the cache has, the others need states of tokens before that."""
+    """`last` uses the cached prefix; the other poolings need hidden states of the tokens in it."""
     long = random_prompt(60, VOCAB_SIZE, 60)
     prompts = [long[:41] + [7] * 5, long[:33]]  # the last leaves a single token to compute
     made = engine(saved("llama", tmp_path))
@@ -93,7 +93,7 @@ def test_a_cached_prefix_changes_nothing(pooling: str, num_cached: list[int], tm
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.wing("kvstore.tier")
 def test_survive_preemption(preemption: str, tmp_path: Path) -> None:
-    """A prompt that gives way between two of its chunks is computed again, whatever others do."""
+    """A prompt that is preempted between two of its chunks is computed again."""
     settings = {"host_tier_gb": 0.01} if preemption == "swap" else {}
     made = engine(
         saved("llama", tmp_path), num_gpu_blocks=9, max_num_batched_tokens=8, preemption=preemption, **settings

@@ -1,4 +1,4 @@
-"""Who is served first, admitted and preempted by default, which is by priority; and first come, first served."""
+"""The order of service, admission and preemption: by priority, which is the default, and first come, first served."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_urgent_request_takes_the_blocks_of_the_least_urgent(swap: bool, over
 
 
 def test_nobody_is_preempted_in_vain() -> None:
-    """The blocks of the only one that would give way are not enough."""
+    """The blocks of the only preemptible request are not enough."""
     engine, _ = make_engine(12)
     requests = [*start(engine, [[1] * 21], priority=1), *start(engine, [[2] * 7], priority=5)]
     engine.add_request([3] * 25, LONG, priority=2)
@@ -113,7 +113,7 @@ def test_swapped_requests_do_not_block_a_more_urgent_one(overlap: bool) -> None:
 
 
 def test_a_long_prompt_leaves_the_step_to_an_urgent_one() -> None:
-    """The budget of tokens is taken back without a preemption."""
+    """The urgent request gets the token budget without a preemption."""
     engine, runner = make_engine(64, budget=8)
     long = engine.add_request(list(range(1, 61)), LONG, priority=5)
     engine.step()
@@ -139,7 +139,7 @@ def test_each_is_preempted_once_by_each_more_urgent_one() -> None:
 
 
 def test_a_computed_prompt_keeps_its_blocks_for_its_lease() -> None:
-    """Its first token is pending: it ends with the step in flight, and a peer wants its blocks."""
+    """Its first token is pending: it ends with the step in flight, and a peer will read its blocks."""
     engine, _ = make_engine(64, max_num_seqs=1, overlap=True)
     prefill = engine.add_request([1] * 9, LONG, priority=5, prefill_only=True)
     engine.step()
@@ -156,7 +156,7 @@ def test_a_computed_prompt_keeps_its_blocks_for_its_lease() -> None:
 @pytest.mark.wing("kvstore.tier")
 @pytest.mark.parametrize("windows", [(), pytest.param((0, 6), marks=pytest.mark.wing("engine.windows"))])
 def test_who_is_handed_over_and_gives_way_with_its_last_token_leaves_nothing(windows: tuple[int, ...]) -> None:
-    """Its KV is in host slots when that token comes: nobody will swap it in."""
+    """Its KV is in host slots when that token arrives, and is never swapped in."""
     engine, _ = make_engine(6 * max(len(windows), 1), host_slots=32, swap=True, overlap=True, windows=windows)
     params = replace(LONG, max_tokens=16)
     kept, moved = (engine.add_request([number] * 5, params) for number in (1, 2))

@@ -1,4 +1,4 @@
-"""KV of prompts that a peer is still computing: what is fetched, who waits for it, and who is never disturbed."""
+"""KV of prompts that a peer is still computing: what is fetched, which requests wait, and which are not disturbed."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_chunk_is_reported_when_its_step_has_ended(overlap: bool) -> None:
     options=st.fixed_dictionaries({**SMALL_ENGINES, "overlap": st.booleans()}),
 )
 def test_any_order_of_events_keeps_every_token(data: st.DataObject, num_blocks: int, options: dict[str, Any]) -> None:
-    """Parts, requests, ends of pulls, failures and aborts in any order: right tokens, and no block is lost."""
+    """Parts, requests, ends of pulls, failures and aborts in any order: tokens are right, no block is lost."""
     peer = make_peer(**{**options, "num_blocks": num_blocks}, max_num_seqs=3, is_late=True)
     live: dict[RequestId, tuple[list[int], int]] = {}
     tokens: dict[str, list[int]] = {}

@@ -122,7 +122,7 @@ def pack_awq(weight: Tensor, group_size: int = GROUP) -> Packed:
 def pack_integers(
     weight: Tensor, bits: int = 4, group_size: int = GROUP, symmetric: bool = True, act_order: bool = False
 ) -> Packed:
-    """compressed-tensors' pack-quantized."""
+    """Pack as compressed-tensors' pack-quantized."""
     group_of = group_of_columns(weight.shape[1], group_size, act_order)
     codes, scales, zeros, dequantized = in_groups(weight, bits, group_of, symmetric, torch.bfloat16)
     tensors = {
@@ -138,7 +138,7 @@ def pack_integers(
 
 
 def pack_int8(weight: Tensor, per_row: bool = True) -> Packed:
-    """compressed-tensors' int-quantized."""
+    """Pack as compressed-tensors' int-quantized."""
     largest = weight.abs().amax(dim=1, keepdim=True) if per_row else weight.abs().max().reshape(1)
     scales = (largest / 127).float()
     codes = (weight / scales).round().clamp(-127, 127).to(torch.int8)
@@ -148,7 +148,7 @@ def pack_int8(weight: Tensor, per_row: bool = True) -> Packed:
 def pack_fp8(
     weight: Tensor, block: tuple[int, int], name: str = "weight_scale", shape: tuple[int, ...] = ()
 ) -> Packed:
-    """One scale per block. shape: how the scales are stored, unless as one row per row of blocks."""
+    """Pack with one scale per block. shape: how the scales are stored, unless as one row per row of blocks."""
     rows, columns = block
     codes, dequantized = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros_like(weight)
     scales = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
@@ -162,7 +162,7 @@ def pack_fp8(
 
 
 def pack_nvfp4(weight: Tensor) -> Packed:
-    """ModelOpt's: each number to the nearest that four bits have, as transformers lists them for MXFP4."""
+    """Pack as ModelOpt: round each number to the nearest e2m1 value, as transformers lists them for MXFP4."""
     from transformers.integrations.mxfp4 import FP4_VALUES  # here, because it takes 2 s
 
     groups = weight.unflatten(1, (-1, 16))

@@ -1,4 +1,4 @@
-"""Tiny checkpoints laid out as the tools that people publish with write them: tensors, files beside them, configs.
+"""Tiny checkpoints laid out as publishing tools write them: tensors, configs, other files.
 
 Facts were looked up in the tools' own sources (named in `source`), or in files published with them; nothing of the
 loader is used. What a layout has in common with others is packed by `packed_files.py`.
@@ -78,8 +78,8 @@ FAMILIES = {
 @dataclass(frozen=True)
 class Published:
     """tool, what: who made it, and which of its layouts. source: where the layout is defined. cpu, gpu: weights in
-    memory. file: beside config.json, where the config lies under `key`, and what else is there. gpt_oss: how the tool
-    names the experts of gpt-oss; empty: none such is published. writer: of what is published of gpt-oss alone.
+    memory. file: another file with the config under `key`; beside: its other fields. gpt_oss: how the tool
+    names the experts of gpt-oss; empty: it publishes none. writer: for layouts published only for gpt-oss.
     """
 
     tool: str
@@ -97,13 +97,13 @@ class Published:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Those that the tool's checkpoints are published of."""
+        """Return the families that the tool's checkpoints are published for."""
         if self.writer is not None:
             return ("gpt-oss",)
         return tuple(family for family in FAMILIES if family != "gpt-oss" or self.gpt_oss)
 
     def write(self, path: Path, tiny: TinyModel) -> transformers.PreTrainedModel:
-        """Returns transformers' model with the weights that the files stand for."""
+        """Write the files. Returns transformers' model with the weights that the files stand for."""
         if self.writer is not None:
             return self.writer(path, tiny)
         weights_of = {"Mixtral": mixtral, "GptOss": GPT_OSS_NAMES.get(self.gpt_oss)}.get(tiny.family)

@@ -1,4 +1,4 @@
-"""What files call the weights of experts that transformers holds stacked, by family and by the tool that writes them.
+"""Names in files of expert weights that transformers holds stacked, by family and by the tool that writes them.
 
 Each yields parts of a model's parameters: what is written into them, the model has.
 """
@@ -23,7 +23,7 @@ MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def mixtral(model: transformers.PreTrainedModel) -> Named:
-    """As Mistral and all later tools name them: block_sparse_moe, w1, w3 and w2."""
+    """Yield weights named as by Mistral and all later tools: block_sparse_moe, w1, w3 and w2."""
     for name, parameter in checkpoint_weights(model):
         renamed = name.replace(".mlp.", ".block_sparse_moe.")
         if ".experts." in name:
@@ -33,7 +33,7 @@ def mixtral(model: transformers.PreTrainedModel) -> Named:
 
 
 def gpt_oss(gate_up: tuple[str, ...], down: str, router: str = "router") -> WeightsOf:
-    """Experts cut apart: layers of gate and up, which take turns in the stacked weight, and of down, by expert."""
+    """Yield unstacked experts: gate and up, which are interleaved in the stacked weight, and down, by expert."""
 
     def weights_of(model: transformers.PreTrainedModel) -> Named:
         for name, parameter in model.named_parameters():
@@ -61,7 +61,7 @@ GPT_OSS = {
 
 
 def write_mxfp4(path: Path, tiny: TinyModel) -> transformers.PreTrainedModel:
-    """gpt-oss as OpenAI publishes it: experts in blocks of 32 inputs, a config that names what is plain."""
+    """Write gpt-oss as OpenAI publishes it: experts in blocks of 32 inputs, a config that names what is plain."""
     model, tensors = tiny.build(), {}
     numbers = torch.tensor([*MXFP4_NUMBERS, *(-number for number in MXFP4_NUMBERS)])
     with torch.no_grad():

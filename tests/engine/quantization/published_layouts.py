@@ -1,4 +1,4 @@
-"""Packing and configs of the tools that people publish checkpoints with, beside those of `packed_files.py`."""
+"""Packing and configs of the tools that publish checkpoints, in addition to those of `packed_files.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK, NESTED_BLOCK = 64, 256
 
 
 def pack_4bit(weight: Tensor, nested: bool) -> Packed:
-    """bitsandbytes' NF4: `quantize_4bit`, and with `nested` its absmax in a byte each (`compress_statistics`)."""
+    """Pack bitsandbytes' NF4: `quantize_4bit`, and with `nested` absmax in a byte each (`compress_statistics`)."""
     numbers, shape = torch.tensor(NF4), list(weight.shape)
     blocks = weight.reshape(-1, BLOCK)
     absmax = blocks.abs().amax(1)
@@ -45,7 +45,7 @@ def pack_4bit(weight: Tensor, nested: bool) -> Packed:
 
 
 def pack_scb(weight: Tensor) -> Packed:
-    """bitsandbytes' LLM.int8()."""
+    """Pack as bitsandbytes' LLM.int8()."""
     largest = weight.abs().amax(1)
     values = (weight / largest[:, None] * 127).round().to(torch.int8)
     tensors = {"weight": values, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
@@ -53,7 +53,7 @@ def pack_scb(weight: Tensor) -> Packed:
 
 
 def pack_divided_nvfp4(weight: Tensor) -> Packed:
-    """compressed-tensors' nvfp4-pack-quantized: ModelOpt's numbers, and the reciprocal of its second scale."""
+    """Pack as compressed-tensors' nvfp4-pack-quantized: ModelOpt's numbers, the reciprocal of its second scale."""
     tensors, rounded = pack_nvfp4(weight)
     second = 1 / tensors["weight_scale_2"].reshape(1)
     scales = tensors["weight_scale"]
@@ -62,7 +62,7 @@ def pack_divided_nvfp4(weight: Tensor) -> Packed:
 
 
 def bitsandbytes(bits: int, **changes: Any) -> dict[str, Any]:
-    """What `BitsAndBytesConfig.to_dict` of transformers gives."""
+    """Return the result of transformers' `BitsAndBytesConfig.to_dict`."""
     return {
         "_load_in_4bit": bits == 4, "_load_in_8bit": bits == 8, "bnb_4bit_compute_dtype": "bfloat16",
         "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,
@@ -80,7 +80,7 @@ def modelopt(algorithm: str, **changes: Any) -> dict[str, Any]:
 
 
 def llm_compressor(stored_as: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of a config that compressed-tensors 0.10 and later writes beside those that are read."""
+    """Return a config as compressed-tensors 0.10 and later writes it, with fields that we do not read."""
     config = compressed(stored_as, {**WEIGHT_FIELDS, **weights}, inputs)
     group = {**config["config_groups"]["group_0"], "output_activations": None}
     return {
@@ -120,12 +120,12 @@ FP8_INPUTS = {**INPUTS8, "type": "float", "symmetric": True, "observer": None}
 
 
 def without_index(packed: Packed) -> Packed:
-    """GPTQ's layout without the inputs' groups, which follow each other."""
+    """Pack GPTQ's layout without `g_idx`, because groups are in order."""
     tensors, rounded = packed
     return {name: tensor for name, tensor in tensors.items() if name != "g_idx"}, rounded
 
 
 def whole(weight: Tensor) -> Packed:
-    """FP8 with one scale, and one of inputs."""
+    """Pack FP8 with one scale of the weight and one of the inputs."""
     tensors, rounded = pack_fp8(weight, (weight.shape[0], weight.shape[1]), shape=())
     return {**tensors, "weight_scale": tensors["weight_scale"].reshape(()), "input_scale": torch.tensor(0.1)}, rounded

@@ -38,7 +38,7 @@ def test_a_packed_weight_is_the_same_map(gemm: Any, num_rows: int, has_bias: boo
 
 @pytest.fixture
 def cpu(gemm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that has the GEMM, as this one may not be."""
+    """Make a CPU with the GEMM, which this machine may lack."""
     if gemm is onednn and not has_bfloat16_gemms():
         pytest.skip("no AVX-512")
     if gemm is half_of_bfloat16 and not fits_half(torch.zeros(1)):
@@ -82,7 +82,7 @@ def int4_rows(n: int, k: int, group_size: int, order: Tensor | None = None, shif
 
 
 def check(linear: Linear, rows: QuantizedRows, bias: Tensor | None, bound: float = 0.01) -> None:
-    """Against the exact product, few rows of x and many."""
+    """Compare with the exact product, for few rows of x and many."""
     weight = rows.dequantize(torch.float32)
     for num_rows in (1, 3, 40):
         x = torch.randn(num_rows, weight.shape[1]).bfloat16()

@@ -77,7 +77,7 @@ def test_int8_rounding_is_within_half_a_step() -> None:
 
 @pytest.mark.parametrize("columns", [32, 40, 72])
 def test_what_lies_behind_a_row_does_not_matter(columns: int) -> None:
-    """torch's int8 GEMM reads beyond rows of x of other sizes than multiples of 16: a NaN there became the result."""
+    """torch's int8 GEMM reads beyond rows of x whose size is no multiple of 16: a NaN there became the result."""
     linear = CpuLinears(torch.bfloat16).of_plain(Linear(torch.randn(48, columns).bfloat16()))
     assert (linear.gemm is int8) == (columns % 16 == 0)
     for _ in range(50):

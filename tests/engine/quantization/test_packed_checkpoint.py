@@ -1,4 +1,4 @@
-"""Quantized checkpoints through the normal way in: logits equal those of the weights they stand for."""
+"""Quantized checkpoints loaded as usual: logits equal those of the dequantized weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(path: Path, **settings: str) -> tuple[LoadedModel, EngineConfig]:
 
 
 def logits(path: Path, chunk: int, prompt: list[int] = PROMPT, **settings: str) -> tuple[Tensor, LoadedModel]:
-    """Of the token after the prompt, which is computed in pieces of `chunk`."""
+    """Return the logits after the prompt, which is computed in chunks of `chunk`."""
     loaded, config = load(path, **settings)
     return generate(loaded, config, prompt, chunk=chunk)[1][0].float(), loaded
 
@@ -61,7 +61,7 @@ def test_every_format_computes_what_its_weights_say(
         loaded, config = load(tmp_path / "m", dtype="bfloat16")
     assert loaded.quant_mode == form.label
     for chunk in (1, 20):
-        # The prompt by dequantized copies, however it is cut, and the token behind it by the GEMMs for few rows.
+        # The prompt by dequantized copies, however it is cut, and the token after it by the GEMMs for few rows.
         tokens, found = generate(loaded, config, PROMPT, 2, chunk)
         for result, wanted in zip(found.float(), reference_logits(model, PROMPT + tokens[:1])[-2:], strict=True):
             assert relative_error(result, wanted) < bound
@@ -223,7 +223,7 @@ def test_config_and_tensors_must_agree(tmp_path: Path) -> None:
 
 
 def damage(path: Path, weights: bytes, config: str, seed: int) -> None:
-    """Another small damage for each seed: bytes of the header, its numbers, the file's end, a value of the config."""
+    """Damage a file by its seed: bytes of the header, its numbers, the file's end, a value of the config."""
     draw, header_end = random.Random(seed), 8 + int.from_bytes(weights[:8], "little")
     changed, values = bytearray(weights), json.loads(config)
     match seed % 4:

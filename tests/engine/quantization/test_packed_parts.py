@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 class Stored:
-    """Tensors of a layer, and how much of them was read."""
+    """Holds the tensors of a layer, and counts the bytes that are read."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(3)
@@ -89,7 +89,7 @@ def test_what_is_read_is_little_more_than_the_part(name: str) -> None:
 
 
 def test_groups_of_a_rank_are_as_wide_as_they_can_be() -> None:
-    """Of 192 columns in groups of 64 a rank of two has one and a half."""
+    """With 192 columns in groups of 64, each of two ranks has one and a half groups."""
     for columns in (range(96), range(96, 192)):
         part = Stored("awq-wide-groups").part(range(N), columns)
         assert (part.group_size, part.scales.shape) == (32, (N, 3))

@@ -45,7 +45,7 @@ UP = "model.layers.1.mlp.up_proj"
 FLOAT32: dict[str, Any] = {"dtype": "float32", "quant_mode": "none"}
 
 
-# Of families whose weights lie alike, each layout is tested with one, in turn; `pytest -m soak` runs the others.
+# Families with the same weight layout take turns: each format is tested with one; `pytest -m soak` runs the others.
 LIE_ALIKE = (("Qwen2", "Llama", "Mistral", "Qwen3", "Gemma-3"), ("DeepSeek-V2", "DeepSeek-V3"))
 
 
@@ -126,7 +126,7 @@ def test_deepseek_v3_as_it_is_published(tmp_path: Path) -> None:
 
 
 def test_mlx_is_refused(tmp_path: Path) -> None:
-    """As `save_config` of mlx-lm's utils.py writes it: under both names, or under its own alone in older files."""
+    """As mlx-lm's `save_config` in utils.py writes it: under both names, or only under its own in older files."""
     path = tmp_path / "m"
     PUBLISHED["autogptq"].write(path, FAMILIES["Llama"])
     mlx = {"group_size": 64, "bits": 4}

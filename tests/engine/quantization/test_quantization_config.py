@@ -1,4 +1,4 @@
-"""`quantization_config`: what is understood, and that the rest is refused by name."""
+"""`quantization_config`: supported configs are read, and others are refused by name."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_plain_weights_have_none() -> None:
     ],
 )
 def test_what_is_understood(config: dict[str, Any], label: str, schemes: list[WeightScheme]) -> None:
-    """Beside what test_packed_parts.py and test_published.py read weights by."""
+    """In addition to the configs that test_packed_parts.py and test_published.py read weights with."""
     quantization = parse(config)
     assert quantization.label == label
     assert list(quantization.schemes) == schemes

@@ -1,4 +1,4 @@
-"""Rotary embeddings that are stretched: frequencies as transformers has them, and both spellings of configs."""
+"""Scaled rotary embeddings: frequencies equal transformers', for both spellings of configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines over a runner that remembers what was written where, and what all of them must keep."""
+"""Engines over a runner that remembers what was written where, and the invariants that all of them keep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.speculation.drafts import Speculation
 
 BLOCK = 4
-# Small enough that requests give way to each other, whatever is drawn.
+# Small enough that requests preempt each other, whatever is drawn.
 SMALL_ENGINES = {
     "num_blocks": st.integers(6, 20),
     "host_slots": st.integers(0, 16),
@@ -32,7 +32,7 @@ SMALL_ENGINES = {
 
 
 def groups_of(windows: tuple[int, ...], budget: int) -> BlockGroups:
-    """KV groups, see `make_engine`. budget: tokens of a step."""
+    """Make KV groups, see `make_engine`. budget: tokens of a step."""
     if not windows:
         from engine.kv_groups.block_groups import BlockGroups
 
@@ -43,7 +43,7 @@ def groups_of(windows: tuple[int, ...], budget: int) -> BlockGroups:
 
 
 def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups, by_swap: bool) -> KVManager:
-    """The tier is an allocator without a buffer: the fake runner keeps host slots itself."""
+    """Make a KV manager whose tier has no buffer: the fake runner keeps host slots itself."""
     from engine.host_tier.kv_manager import TieredKVManager
     from kvstore.tier.host_tier import HostTierAllocator
 
@@ -52,7 +52,7 @@ def with_host_tier(num_slots: int, pool: BlockPool, groups: BlockGroups, by_swap
 
 
 def grouped(pool: BlockPool, groups: BlockGroups) -> KVManager:
-    """Of a model with windows."""
+    """Make the KV manager of a model with windows."""
     from engine.kv_groups.manager import GroupedKVManager
 
     return GroupedKVManager(pool, groups, "test")
@@ -76,7 +76,7 @@ def make_engine(
     max_model_len: int = 4096,
     is_late: bool = False,
 ) -> tuple[Engine, BlockMemoryRunner]:
-    """windows: of KV groups, 0: none; of a model without any, nothing. is_late: see BlockMemoryRunner."""
+    """windows: of KV groups, 0: none; empty for a model without windows. is_late: see BlockMemoryRunner."""
     pool = BlockPool(num_blocks, prefix_cache)
     if host_slots:
         kv = with_host_tier(host_slots, pool, groups_of(windows, budget), swap)
@@ -113,7 +113,7 @@ def run_all(engine: Engine, max_steps: int = 3000) -> dict[str, list[int]]:
 
 
 def run_swapped(engine: Engine) -> None:
-    """Four answers of 20 tokens to prompts of 5, for which blocks do not suffice at once."""
+    """Run four prompts of 5 tokens to 20 tokens each, for which blocks do not suffice at once."""
     requests = [engine.add_request([i + 1] * 5, SamplingParams(max_tokens=20)) for i in range(4)]
     statuses = set()
     while engine.has_work():
@@ -126,7 +126,7 @@ def run_swapped(engine: Engine) -> None:
 
 
 def assert_quiet(engine: Engine) -> None:
-    """Nothing is owned any more."""
+    """Check that no request owns blocks or slots any more."""
     kv = engine.kv
     kv.pool.check_integrity()
     assert kv.pool.num_used == 0
@@ -160,7 +160,7 @@ def load_request(engine: Engine, runner: BlockMemoryRunner, prompt: list[int], o
 def check_any_order(
     engine: Engine, data: st.DataObject, budget: int, add: Callable[[], tuple[Request, list[int]]]
 ) -> None:
-    """Requests, aborts and steps of at most four rows in any order. add: adds one; what it is to answer."""
+    """Requests, aborts and steps of at most four rows in any order. add: adds one, returns its answer."""
     live: dict[RequestId, list[int]] = {}
     tokens: dict[str, list[int]] = {}
     for _ in range(data.draw(st.integers(1, 40))):

@@ -20,7 +20,7 @@ PROMPT = list(range(1, 23))  # five full blocks, and two tokens
 class Peer:
     """Stands for the worker that computes prompts, and for the puller between it and `engine`.
 
-    The source of a prompt's KV is the prompt itself, that of a part its tokens.
+    The KV source of a prompt is the prompt itself; that of a part is the part's tokens.
     """
 
     def __init__(self, engine: Engine, runner: BlockMemoryRunner) -> None:
@@ -32,13 +32,13 @@ class Peer:
         self.num_skipped = self.num_early = 0
 
     def offer(self, prompt: Sequence[int], first: int, last: int) -> None:
-        """Blocks [first, last) of a prompt are computed."""
+        """Offer blocks [first, last) of a prompt as computed."""
         keys = block_keys(root_key("test"), pack_ids(list(prompt)), BLOCK)[:last]
         remote_kv: Any = self.engine.remote_kv
         remote_kv.prefetch(list(prompt[first * BLOCK : last * BLOCK]), keys[first:])
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 5) -> Request:
-        """The whole prompt is computed."""
+        """Submit a request whose whole prompt the peer has computed."""
         return self.engine.add_request(
             prompt,
             SamplingParams(max_tokens=max_tokens),
@@ -48,7 +48,7 @@ class Peer:
         )
 
     def step(self) -> dict[RequestId, list[int]]:
-        """One turn of a worker's loop. The bytes of loads that need not wait for steps come before these run."""
+        """Take one turn of a worker's loop. Loads that need not wait for steps are filled before these run."""
         outcome = self.engine.step(partial(self._start, is_early=True))
         self.num_copies_out = len(outcome.plan.copies_out)
         self._start(outcome.loads, is_early=False)
@@ -90,7 +90,7 @@ def make_peer(num_blocks: int = 32, **options: object) -> Peer:
 
 
 def load_rest(peer: Peer, request: Request, positions: list[int]) -> None:
-    """A step loads what is not here yet; then the request is answered."""
+    """Load the missing blocks in a step; then the request is answered."""
     peer.step()
     [job] = peer.loads
     assert job.positions == positions

@@ -1,4 +1,4 @@
-"""Loads begin before the steps in flight have ended, unless these may touch the blocks: steps are late on purpose."""
+"""Loads begin before the steps in flight end, unless these may touch the blocks; steps are late on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step plan is data: it survives its bytes, and a fresh runner that is given the bytes does the same."""
+"""A step plan is data: it round-trips through bytes, and a fresh runner given these computes the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARAMS = SamplingParams(
 
 
 def record(parts: EngineParts, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, StepResult]]:
-    """Filled with every plan of the engine, encoded when it is launched, and what was found."""
+    """Return a list that collects every plan of the engine, encoded at launch, and its result."""
     steps: list[tuple[bytes, StepResult]] = []
     launch = parts.runner.launch
 

@@ -154,7 +154,7 @@ def test_token_ids_are_checked(prompt: list[int], params: SamplingParams) -> Non
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_a_failing_row_fails_alone(num_steps: int, overlap: bool) -> None:
-    """num_steps: before the bad request comes; a step of the good ones is in flight then."""
+    """num_steps: steps before the bad request arrives, when a step of the good ones is in flight."""
     engine, runner = make_engine(overlap=overlap)
     lengths = [4, 6, num_steps + 2]  # the last one ends about when the step fails
     good = [engine.add_request([1, 2, 3 + i], SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)]
@@ -177,7 +177,7 @@ def test_a_failing_row_fails_alone(num_steps: int, overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_lost_device_is_nobody_elses_failure(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process ends, and a new one takes over: requests must not be told that they were wrong."""
+    """The process ends and a new one takes over; requests must not fail as if they were invalid."""
     engine, runner = make_engine(overlap=overlap)
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
 
@@ -283,10 +283,10 @@ def test_abort_while_loading_frees_blocks_only_after_the_load() -> None:
 def test_any_order_of_events_keeps_every_token(
     data: st.DataObject, options: dict[str, Any], policy: str, windows: tuple[int, ...]
 ) -> None:
-    """Arrivals, aborts and steps in any order: the right tokens, and no block lost or owned twice."""
+    """Arrivals, aborts and steps in any order: tokens are right, and no block is lost or owned twice."""
     from engine.custom_policies.load import named_order
 
-    if windows:  # else the longest sequence, of 23 tokens, does not fit
+    if windows:  # otherwise the longest sequence, of 23 tokens, does not fit
         options["num_blocks"] += groups_of(windows, options["budget"]).most_live(23) - 6
     options["overlap"] &= options["num_stages"] == 1
     engine, _ = make_engine(**options, max_num_seqs=4, order=named_order(policy), windows=windows)
@@ -304,7 +304,7 @@ def test_any_order_of_events_keeps_every_token(
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_steps_of_a_pipeline_are_even_and_leave_nobody_out(num_stages: int) -> None:
-    """Requests come and go at random; a token for each of them in at most two rounds."""
+    """Requests come and go at random; each gets a token within two rounds."""
     engine, runner = make_engine(400, max_num_seqs=24, budget=64, num_stages=num_stages)
     draw = random.Random(num_stages)
     waited: dict[Request, int] = {}  # steps that ended since its last token

@@ -1,4 +1,4 @@
-"""`--simulated-steps`: real scheduling, steps that only last."""
+"""`--simulated-steps`: real scheduling of steps that only take time."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_settings_change_no_token(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
 def test_models_of_all_kinds(name: str, tmp_path: Path) -> None:
-    """In one step, and in steps of a few tokens of a small pool."""
+    """In one step, and in steps of a few tokens with a small pool."""
     path = str(MODELS[name][0](tmp_path / "m"))
     expected, _ = generate(path)
     assert generate(path, max_num_batched_tokens=16)[0] == expected
 
 
 def generate(model: str, **settings: Any) -> tuple[list[list[int]], int]:
-    """Tokens of all prompts at once, and how often one gave way."""
+    """Return the tokens of all prompts run at once, and the number of preemptions."""
     base = {"device": "cpu", "num_threads": 1, "num_gpu_blocks": 400, "max_num_seqs": 4}
     made = assemble(engine_config(model, **{**base, "simulated_steps": "base=0.0001", **settings})).engine
     params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)

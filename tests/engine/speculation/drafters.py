@@ -1,4 +1,4 @@
-"""Drafters for tests, which know the answer or do not."""
+"""Drafters for tests, which know the answer with a given accuracy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Continue = Callable[[list[int], int], list[int]]  # the next tokens of a sequenc
 
 @dataclass
 class Oracle(Drafter):
-    """Right with a probability of `accuracy` per token, and sometimes has no idea."""
+    """Drafts each token right with probability `accuracy`, and sometimes drafts nothing."""
 
     following: Continue
     accuracy: float
@@ -40,7 +40,7 @@ class Oracle(Drafter):
 
 @dataclass
 class MakeOracle:
-    """One for each request, and all that were made."""
+    """Makes an oracle for each request, and keeps them."""
 
     following: Continue
     accuracy: float
@@ -65,7 +65,7 @@ def draft_with(
     on_gpu: bool = False,
     is_adaptive: bool = False,
 ) -> None:
-    """Use these drafters instead of the shipped one. on_gpu: within the bounds of a GPU, wherever the engine is."""
+    """Use these drafters instead of the shipped one. on_gpu: keep a GPU's limits, wherever the engine runs."""
 
     def speculation(config: EngineConfig, runner: Any, *_: Any) -> Speculation | None:
         num_tokens = config.of(SpeculationSettings).num_speculative_tokens
@@ -78,7 +78,7 @@ def draft_with(
 
 
 def knows(answers: list[list[int]]) -> Continue:
-    """From whole sequences, prompt and output, of which no two prompts begin alike."""
+    """Make oracles from whole sequences, prompt and output; no two prompts may begin alike."""
 
     def following(token_ids: list[int], count: int) -> list[int]:
         for answer in answers:

@@ -1,4 +1,4 @@
-"""Engines on a CPU, and requests of all kinds for those that draft."""
+"""CPU engines, and requests of all kinds for engines with drafts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_parts(model: Path, **settings: object) -> EngineParts:
 
 
 def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
-    """All prompts, each with its parameters; what came of them in the order of the prompts."""
+    """Run all prompts, each with its parameters. Returns their outputs in the order of the prompts."""
     requests = [made.add_request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     outputs = finish(made)
     assert made.kv.pool.num_used == 0
@@ -50,7 +50,7 @@ def run(made: Engine) -> tuple[list[Request], list[RequestOutput]]:
 
 
 def rows_with_drafts(made: Engine) -> list[ScheduledRow]:
-    """Of all steps until the requests have ended."""
+    """Step until the requests have ended. Returns the rows with drafts of all steps."""
     rows: list[ScheduledRow] = []
     while made.has_work():
         rows += [row for row in made.step().plan.rows if row.draft_token_ids]
@@ -59,12 +59,12 @@ def rows_with_drafts(made: Engine) -> list[ScheduledRow]:
 
 @cache
 def plain_run(model: Path, **settings: object) -> tuple[list[Request], list[RequestOutput]]:
-    """Without drafts."""
+    """Run the prompts without drafts."""
     return run(open_parts(model, **settings).engine)
 
 
 def check_unchanged(parts: EngineParts, model: Path, **settings: object) -> None:
-    """Tokens and log-probabilities of an engine without drafts, the second time from the prefix cache."""
+    """Compare tokens and log-probabilities with an engine without drafts; the second run hits the prefix cache."""
     plain, plain_outputs = plain_run(model, quant_mode="none", **settings)
     for _ in range(2):
         requests, outputs = run(parts.engine)

@@ -1,4 +1,4 @@
-"""How many drafts a step computes, against all choices there are, and how likely each is accepted."""
+"""The number of drafts of a step, compared with all possible choices, and the learned acceptance rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROBABILITIES = st.lists(st.floats(0.0, 1.0), max_size=3)
 
 @dataclass
 class Line:
-    """Costs without tiles."""
+    """A linear cost of steps, without tiles."""
 
     cost: StepCost
 
@@ -33,7 +33,7 @@ class Line:
 def speed(
     acceptance: list[list[float]], lengths: tuple[int, ...], num_rows: int, cost: StepCost, context: int
 ) -> float:
-    """Tokens a second that are expected."""
+    """Return the expected tokens per second."""
     tokens = sum(prod(row[: i + 1]) for row, length in zip(acceptance, lengths, strict=True) for i in range(length))
     return (num_rows + tokens) / cost.seconds(num_rows + sum(lengths), context=context)
 
@@ -66,7 +66,7 @@ def test_all_drafts_are_tried_before_costs_are_known() -> None:
 
 
 def in_tiles(num_tokens: int) -> float:
-    """Kernels take eight tokens at a time."""
+    """Cost of kernels that take eight tokens at a time."""
     return 0.002 + 0.01 * -(-num_tokens // 8)
 
 
@@ -110,7 +110,7 @@ def test_a_line_stands_for_steps_that_were_not_seen() -> None:
 
 
 def test_costs_are_learned_and_looked_at_again() -> None:
-    """A step of five tokens takes as long as five of one: drafts stop, but for a trial now and then."""
+    """A step of five tokens takes as long as five of one: drafts stop, except for occasional trials."""
     lengths = DraftLengths()
     chosen = []
     for _ in range(2 * STEPS_BETWEEN_TRIALS + 50):
@@ -142,7 +142,7 @@ def follow(
 
 
 def test_kinds_are_learned_from_what_was_sampled() -> None:
-    """Whether a step computed the drafts or not: then one token alone tells."""
+    """Whether a step computed the drafts or not; if not, one sampled token shows the acceptance."""
     acceptance = Acceptance(3)
     for number in range(100):
         follow(acceptance, DraftRecord(), [1, 2, 3], [2, 1, 0], [1, 9])

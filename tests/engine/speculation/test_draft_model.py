@@ -1,4 +1,4 @@
-"""A draft model on a CPU: the tokens of an engine without it, and drafts that are what the model itself would say."""
+"""A draft model on a CPU: the tokens of an engine without it, and drafts that equal the draft model's own answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def proposer_of(parts: EngineParts) -> FromCpuDraftModel:
     ids=str,
 )
 def test_no_draft_changes_an_answer(models: dict[str, Path], name: str, settings: dict[str, Any]) -> None:
-    """A model agrees with itself, also where tokens are sampled: it has the request's parameters and noise."""
+    """A model agrees with itself, also for sampled tokens: it uses the request's parameters and noise."""
     parts = drafted_by(models, name, **ALWAYS, **settings)
     check_unchanged(parts, models["llama"], **settings)
     drafted, accepted = num_drafts(parts.engine)
@@ -59,7 +59,7 @@ def test_no_draft_changes_an_answer(models: dict[str, Path], name: str, settings
 
 
 def assert_all_is_free(parts: EngineParts) -> None:
-    """The last requests are forgotten by the next step, as are the draft model's blocks."""
+    """Check that the next step frees the last requests and the draft model's blocks."""
     answers(parts.engine, [[1, 2, 3]], replace(PLAIN, max_tokens=1, num_speculative_tokens=0))
     pool = proposer_of(parts)._kv.pool
     pool.check_integrity()
@@ -67,7 +67,7 @@ def assert_all_is_free(parts: EngineParts) -> None:
 
 
 def test_prompts_are_computed_once(models: dict[str, Path]) -> None:
-    """By the draft model, too: it finds them in its own prefix cache."""
+    """This holds for the draft model, too: it has its own prefix cache."""
     parts = drafted_by(models, "llama", **ALWAYS, block_size=8)
     prompt = [(7 * i) % VOCAB_SIZE for i in range(100)]
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_prompts_are_computed_once(models: dict[str, Path]) -> None:
 
 
 def test_a_long_prompt_is_taken_in_parts(models: dict[str, Path]) -> None:
-    """No more tokens after a step than a step has itself, and others are drafted for meanwhile."""
+    """After a step, the draft model computes at most a step's prompt tokens; others get drafts meanwhile."""
     parts = drafted_by(models, "llama", **ALWAYS, max_num_batched_tokens=16, max_num_seqs=4)
     first = parts.engine.add_request([1, 2, 3], replace(PLAIN, max_tokens=60))
     long = parts.engine.add_request(list(range(8, 108)), replace(PLAIN, max_tokens=30))
@@ -97,7 +97,7 @@ def test_a_long_prompt_is_taken_in_parts(models: dict[str, Path]) -> None:
 def test_trials_do_not_come_sooner_with_more_requests(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may make the draft model compute a whole prompt."""
+    """Each trial may make the draft model compute a whole prompt."""
     monkeypatch.setattr(from_model, "STEPS_BETWEEN_TRIALS", 20)
     parts = drafted_by(models, "llama")
     proposer = proposer_of(parts)
@@ -117,7 +117,7 @@ def test_trials_do_not_come_sooner_with_more_requests(
 
 
 def test_tokens_that_the_draft_model_lacks(models: dict[str, Path]) -> None:
-    """Vocabularies may have unused tokens at the end; a request that has one is not drafted for."""
+    """Vocabularies may have unused tokens at the end; a request with such a token gets no drafts."""
     parts = drafted_by(models, "llama", **ALWAYS)
     proposer = proposer_of(parts)
     proposer._vocab_sizes = replace(proposer._vocab_sizes, of_draft=VOCAB_SIZE - 8)

@@ -44,7 +44,7 @@ def make_drafting(
 
 
 class Always(Drafter):
-    """Proposes as much as it may of what `following` says."""
+    """Proposes as many tokens of `following` as it may."""
 
     def __init__(self, following: Callable[[list[int], int], list[int]] = expected_tokens) -> None:
         self._following = following
@@ -62,7 +62,7 @@ def always(following: Callable[[list[int], int], list[int]], num_tokens: int = 4
 
 
 def steps_of(engine: Engine, request: Request) -> list[int]:
-    """Output tokens of each step."""
+    """Return the output tokens of each step."""
     counts = []
     while engine.has_work():
         before = len(request.output_token_ids)
@@ -116,7 +116,7 @@ def test_a_sequence_ends_at_the_models_length() -> None:
 
 
 def test_blocks_become_findable_when_their_tokens_are_accepted() -> None:
-    """A block full of drafts is not: nobody may find what nobody has said."""
+    """A block full of unaccepted drafts must not be found in the prefix cache."""
     for following, num_cached in ((expected_tokens, 8), (wrong, 4)):
         engine = always(following, num_tokens=7)
         request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=20))
@@ -130,7 +130,7 @@ def test_blocks_become_findable_when_their_tokens_are_accepted() -> None:
 
 
 def test_drafts_take_no_token_from_others() -> None:
-    """A budget of 8: two rows that decode share it with a prompt, and have what it leaves."""
+    """Two decode rows share a budget of 8 with a prompt; drafts get what remains."""
     engine = always(wrong, budget=8, num_blocks=64)
     for first in (1, 2):
         engine.add_request([first] * 3, SamplingParams(max_tokens=40))
@@ -211,7 +211,7 @@ def test_swapped_requests_go_on_where_they_were_accepted() -> None:
 def test_any_order_of_events_keeps_every_token(
     data: st.DataObject, options: dict[str, Any], accuracy: float, num_tokens: int, seed: int
 ) -> None:
-    """Arrivals, resumed ones, aborts and steps in any order, drafts that are right, wrong and half right."""
+    """New and resumed requests, aborts and steps in any order; drafts are right, wrong and half right."""
     engine, _ = drafting(accuracy, num_tokens, seed, **options, max_num_seqs=4)
 
     def add() -> tuple[Request, list[int]]:

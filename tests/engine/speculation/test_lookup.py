@@ -1,4 +1,4 @@
-"""Prompt lookup and suffix decoding against their definitions, and whose answers the latter may read."""
+"""Prompt lookup and suffix decoding against their definitions, and the answers that the latter may read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.speculation.lookup.suffix import LONGEST, SIZE, Answers, AnswersBySa
 
 
 def by_ngrams(token_ids: list[int], max_ngram: int, min_ngram: int, max_tokens: int) -> list[int]:
-    """Longest n-gram first, latest earlier occurrence, what follows it: as a period where it reaches the end."""
+    """Return what follows the latest earlier occurrence of the longest n-gram, repeated if it reaches the end."""
     for size in range(max_ngram, min_ngram - 1, -1):
         suffix = token_ids[-size:]
         for end in range(len(token_ids) - 1, size - 1, -1):
@@ -47,7 +47,7 @@ def test_drafts_of_ngrams_are_what_the_definition_says(
 
 
 def test_a_frequent_ngram_is_not_followed_for_ever() -> None:
-    """Only the last occurrences are compared: the longest one is far behind them."""
+    """Only the last occurrences are compared; the longest match is far before them."""
     for num_between, proposed in ((ngram_index.MAX_OCCURRENCES - 1, [9]), (ngram_index.MAX_OCCURRENCES, [0])):
         tokens = [1, 2, 5, 6, 9, *[5, 6, 0] * num_between, 1, 2, 5, 6]
         assert NgramDrafter(4, 2).propose(tokens, 1).token_ids == proposed
@@ -57,7 +57,7 @@ def test_a_frequent_ngram_is_not_followed_for_ever() -> None:
 
 
 def by_suffixes(own: list[int], answers: list[list[int]], max_tokens: int) -> list[int]:
-    """Of all places where the longest suffix stood, the most frequent continuation, the latest place first."""
+    """Return the most frequent continuation of the longest suffix that occurred before; the latest wins a tie."""
     earlier = [(answer, end) for answer in reversed(answers) for end in range(len(answer), SIZE - 1, -1)]
     places = [(own, end) for end in range(len(own) - 1, SIZE - 1, -1)] + earlier
     for size in range(min(LONGEST, len(own)), SIZE - 1, -1):

@@ -1,4 +1,4 @@
-"""Whether steps wait for tokens, on a clock that steps themselves move on."""
+"""The choice whether steps wait for tokens, on a clock that the steps advance."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_DRAFTS = 4
 def run(
     acceptances: list[float], gap: float, num_rows: int = 8, base: float = 5e-3
 ) -> tuple[list[bool], list[float]]:
-    """A step for each acceptance of drafts, whose tokens come to the host after a gap where steps wait.
+    """Run a step for each number of accepted drafts; if steps wait, a gap follows until the host has the tokens.
 
-    Returns whether each waited, and its tokens per second over those of an overlapped step without drafts.
+    Returns whether each waited, and its tokens per second relative to an overlapped step without drafts.
     """
     lengths, draw = DraftLengths(), random.Random(3)
     overlap = Overlap(lengths)
@@ -48,7 +48,7 @@ def run(
 def test_steps_wait_for_drafts_that_bring_more_than_the_gap_costs(
     acceptance: float, gap: float, least_speed: float
 ) -> None:
-    """Others would raise the speed of steps that wait anyway."""
+    """Other drafts would only speed up steps that wait anyway."""
     waited, speeds = run([acceptance] * 3000, gap)
     assert sum(waited) > 0.95 * len(waited) if least_speed > 1 else sum(waited) < 0.05 * len(waited)
     assert sum(speeds) / len(speeds) > least_speed
@@ -72,9 +72,9 @@ def test_prompts_teach_nothing() -> None:
 def run_measured(
     acceptances: list[float], drafting: float, rows: Callable[[int], int] = lambda _: 8, catching_up: float = 0.0
 ) -> tuple[list[bool], list[float]]:
-    """Likewise with drafts of a model, which takes so many seconds for those of a step, and knows nothing else.
+    """Run likewise with drafts of a model, which takes `drafting` seconds for those of a step.
 
-    rows: by the number of the step. catching_up: seconds of the first drafts after steps without.
+    rows: as a function of the step's number. catching_up: seconds of the first drafts after steps without drafts.
     """
     overlap, draw = MeasuredOverlap(DraftLengths()), random.Random(3)
     base, waited, speeds = 5e-3, [], []
@@ -119,7 +119,7 @@ def test_a_draft_model_is_used_where_it_is_right_and_fast(
 
 
 def test_trials_of_long_prompts_are_rare() -> None:
-    """A draft model that has to compute 64,000 tokens before its first draft is not asked again after 400 steps."""
+    """A draft model that must compute 64,000 tokens before its first draft is not tried again after 400 steps."""
     waited, speeds = run_measured([0.02] * 3000, 5e-3, catching_up=0.15)
     assert sum(waited) < 25
     assert len(speeds) / sum(1 / speed for speed in speeds) > 0.98
@@ -133,7 +133,7 @@ def test_a_draft_model_that_becomes_right_is_noticed() -> None:
 
 
 def test_more_rows_are_not_judged_by_few() -> None:
-    """What overlapped steps of 64 rows take is not known of steps of one row: they are measured first."""
+    """The time of overlapped steps of 64 rows does not follow from steps of one row: it is measured first."""
     waited, _ = run_measured([0.9] * 1400, 2e-3, lambda number: 1 if number < 1000 else 64)
     assert sum(waited[:1000]) > 950
     assert sum(waited[1000:1080]) < 80

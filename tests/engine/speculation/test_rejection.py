@@ -1,7 +1,7 @@
 """Rejection sampling over tiny vocabularies: answers are distributed as without drafts, however these are drawn.
 
-Models are tables of logits by the token before. Both samplers and `settle` are the engine's; windows of drafts follow
-each other until a request has its tokens.
+Models are tables of logits by the previous token. Both samplers and `settle` are the engine's; windows of drafts
+follow each other until a request has its tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.speculation.rejection import (
 from tests.engine.chi_square import fits
 
 VOCAB, NUM_REQUESTS = 8, 1000
-LIKELY, UNLIKELY = 1e-3, 1e-6  # seeds are fixed: a right rule passes always, a wrong one is far off
+LIKELY, UNLIKELY = 1e-3, 1e-6  # seeds are fixed: a right rule always passes, a wrong one is far off
 PARAMS = SamplingParams(temperature=1.0, seed=0, seed_is_drawn=True)
 FLAT = torch.zeros(VOCAB, VOCAB)
 NEVER = float("-inf")
@@ -68,7 +68,7 @@ def generate(
     verified: Verified = lambda first, distribution: 2, sampler: Sampler | None = None,
     num_requests: int = NUM_REQUESTS,
 ) -> tuple[list[list[int]], float]:  # fmt: skip
-    """Answers of many requests to the prompt [0], and the share of first drafts that were accepted."""
+    """Return the answers of many requests to the prompt [0], and the share of first drafts that were accepted."""
     sampler, drafts_from = sampler or RejectionSampler(), DraftSampler()
     drafts_from.keep_distributions(VOCAB)
     states = [
@@ -107,7 +107,7 @@ def generate(
 
 
 def likelihoods(answers: list[list[int]], target: Tensor, params: SamplingParams) -> tuple[float, float]:
-    """That p gives such first tokens, and such pairs."""
+    """Return the p-values of first tokens, and of pairs, under p."""
     p = probabilities(target, [params] * VOCAB)
     firsts, pairs = Counter(answer[0] for answer in answers), Counter(map(tuple, answers))
     grid = list(product(range(VOCAB), repeat=2))
@@ -128,7 +128,7 @@ def test_answers_are_distributed_as_without_drafts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["unlike", "top-p"])
 def test_more_drafts_are_accepted_than_by_coupled_noise(name: str) -> None:
-    """The mass that both distributions have in common is the most. Coupled answers are those without drafts."""
+    """The common mass of both distributions is the upper bound. Coupled answers equal those without drafts."""
     target, draft, params = PAIRS[name]
     _, by_rejection = generate(target, draft, params, num_tokens=1)
     answers, coupled = generate(target, draft, params, num_tokens=1, sampler=Sampler())
@@ -151,12 +151,12 @@ def accept_all(drafts: Sequence[int], *_: object) -> list[bool]:
 def accept_by_target(
     drafts: Sequence[int], targets: Tensor, qs: Sequence[Tensor], *noise: Sequence[int]
 ) -> list[bool]:
-    """With p(x), as if x were all that q has."""
+    """Accept with p(x), as if q were a point mass at x."""
     return accept(drafts, targets, [torch.ones_like(q) for q in qs], *noise)
 
 
 def replace_by_target(targets: Tensor, qs: Sequence[Tensor], *noise: Sequence[int]) -> Tensor:
-    """Without taking q off."""
+    """Sample the replacement from p, without subtracting q."""
     return replacements(targets, [torch.zeros_like(q) for q in qs], *noise)
 
 
@@ -170,7 +170,7 @@ def test_wrong_rules_are_found(wrong: Callable[..., Any], monkeypatch: pytest.Mo
 
 
 def test_drafts_must_not_be_chosen_by_what_was_drawn() -> None:
-    """How many are verified may depend on q, and on the drafts before; by the draft itself, answers are others."""
+    """The number of verified drafts may depend on q and earlier drafts; if it depends on a draft, answers change."""
     target, draft, params = PAIRS["unlike"]
     by_token, _ = generate(
         target, draft, params, verified=lambda first, q: 2 * (float(q[first]) > 0.3), num_requests=10_000
@@ -183,7 +183,7 @@ def test_drafts_must_not_be_chosen_by_what_was_drawn() -> None:
 
 
 def test_the_kind_of_a_draft_is_that_of_its_distribution() -> None:
-    """So whether it pays is decided without it; a draft that is compared with tokens has a kind of its own."""
+    """So its profit is judged without the drawn token; drafts that are compared with tokens have their own kind."""
     q = torch.tensor([0.65, 0.25, 0.15])
     kinds = []
     for distribution in (q, None):
@@ -205,7 +205,7 @@ def test_greedy_and_seeded_requests_are_compared_with_tokens() -> None:
 
 
 def test_equal_distributions_replace_nothing() -> None:
-    """Where only rounding speaks against a draft, a replacement is one of p."""
+    """If a draft is rejected only by rounding, its replacement is sampled from p."""
     p = torch.tensor([0.25, 0.75]).repeat(2000, 1)
     seeds, places = range(2000), [3] * 2000
     assert all(accept([0] * 2000, p, [*p], seeds, places))
@@ -214,7 +214,7 @@ def test_equal_distributions_replace_nothing() -> None:
 
 
 def test_noise_of_a_position() -> None:
-    """Of drafts, of acceptance and of replacements: uniform, and none tells of another one."""
+    """Noise of drafts, of acceptance and of replacements is uniform and independent."""
     count = 4000
     seeds, places = range(count), [5] * count
     drawn = sample_with_noise(FLAT[[0] * count], [replace(PARAMS, seed=seed) for seed in seeds], places)

@@ -34,7 +34,7 @@ REJECTION = {
 }  # fmt: skip
 CHOICES, NUM_TOKENS = (21, 55, 89), 4  # tokens that answers are made of
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=CHOICES, seed_is_drawn=True)
-NUM_SEEDS, LIKELY, UNLIKELY = 250, 1e-3, 1e-6  # so many answers still tell a wrong rule from the right one
+NUM_SEEDS, LIKELY, UNLIKELY = 250, 1e-3, 1e-6  # this many answers still tell a wrong rule from the right one
 KINDS = {
     "temperature": SAMPLED,
     "penalties": replace(SAMPLED, temperature=0.8, presence_penalty=1.0, logit_bias=((21, 1.0),)),
@@ -44,7 +44,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The target model, and what drafts for it, as --speculative names it."""
+    """Return the target model, and the drafter as --speculative names it."""
     llama, qwen = (TINY_MODELS[name].save(tmp_path_factory.mktemp(name)) for name in ("llama", "qwen2"))
     head, few = (RandomHead(draft_vocab=size).save(tmp_path_factory.mktemp("head")) for size in (0, DRAFT_VOCAB))
     drafters = {"draft": f"draft:{qwen}", "eagle": f"eagle:{head}", "few": f"eagle:{few}"}
@@ -56,14 +56,14 @@ def drafted_by(paths: dict[str, str], name: str, **settings: Any) -> EngineParts
 
 
 def sample(parts: EngineParts, params: SamplingParams, seeds: range) -> list[tuple[int, ...]]:
-    """Answers to one prompt, with so many seeds."""
+    """Return answers to one prompt, one for each seed."""
     return [
         *map(tuple, answers(parts.engine, [[5, 6, 7]] * len(seeds), [replace(params, seed=seed) for seed in seeds]))
     ]
 
 
 def likelihood(found: list[tuple[int, ...]], others: list[tuple[int, ...]], params: SamplingParams) -> float:
-    """That both are answers of one model."""
+    """Return the p-value of the hypothesis that both are answers of one model."""
     counts, other_counts = Counter(found), Counter(others)
     assert {token for answer in found for token in answer} <= {*params.allowed_token_ids}
     cells = list(product(params.allowed_token_ids, repeat=NUM_TOKENS))
@@ -72,7 +72,7 @@ def likelihood(found: list[tuple[int, ...]], others: list[tuple[int, ...]], para
 
 @cache
 def plain_answers(target: str, kind: str) -> list[tuple[int, ...]]:
-    """With other seeds, so that no noise is common."""
+    """Return answers without drafts, with other seeds, so that they share no noise."""
     parts = open_parts(Path(target), quant_mode="none")
     return sample(parts, KINDS[kind], range(10**6, 10**6 + 2 * NUM_SEEDS))
 
@@ -86,9 +86,9 @@ def plain_answers(target: str, kind: str) -> list[tuple[int, ...]]:
     ],
 )
 def test_answers_are_distributed_as_without_drafts(paths: dict[str, str], drafter: str, kind: str) -> None:
-    """All tokens together, and more drafts are accepted than by coupled noise.
+    """Compares all tokens together; more drafts are accepted than by coupled noise.
 
-    few: a head that knows one of the tokens, where both accept as many.
+    few: a head that knows one of the tokens, for which both accept equally many.
     """
     params, shares = KINDS[kind], []
     for sampling, num_seeds in (("rejection", NUM_SEEDS), ("coupled", NUM_SEEDS // 3)):
@@ -109,7 +109,7 @@ def test_answers_are_distributed_as_without_drafts(paths: dict[str, str], drafte
 def test_greedy_and_seeded_answers_stay_as_they_are(
     paths: dict[str, str], settings: dict[str, Any], drafter: str
 ) -> None:
-    """Beside requests that are sampled by rejection, in small steps, and where requests give way."""
+    """Together with requests that use rejection sampling, in small steps, and with preemptions."""
     plain, _ = plain_run(Path(paths["target"]), quant_mode="none", **settings)
     parts = drafted_by(paths, drafter, **settings)
     for _ in range(2 if "preemption" in settings else 1):  # the second time from the prefix caches
@@ -150,7 +150,7 @@ def test_models_of_all_kinds(name: str, tmp_path: Path, paths: dict[str, str]) -
 
 @pytest.mark.wing("engine.transformers_models")
 def test_answers_by_transformers_code(paths: dict[str, str], tmp_path: Path) -> None:
-    """Distributed as without drafts, which a draft model by our own code proposes."""
+    """Distributed as without drafts; the draft model runs by our own code."""
     target = str(replace(FAMILIES["gpt_neox"], changes={"vocab_size": VOCAB_SIZE}).save(tmp_path))
     parts = drafted_by({**paths, "target": target}, "draft")
     assert type(parts.runner).__name__ == "TransformersRunner"
@@ -161,7 +161,7 @@ def test_answers_by_transformers_code(paths: dict[str, str], tmp_path: Path) -> 
 
 @pytest.mark.wing("engine.expert_balancing")
 def test_experts_are_counted_of_drafts_that_are_verified(tmp_path: Path) -> None:
-    """Rejected ones among them, and none of those that the draft model chooses itself; no answer changes."""
+    """Counts include rejected drafts, but not the draft model's own experts; no answer changes."""
     target, other = (str(TINY_MODELS[name].save(tmp_path / name)) for name in ("qwen3-moe", "qwen2-moe"))
     models, loads = {"target": target, "draft": f"draft:{other}"}, tmp_path / "loads.json"
     seeds = range(50)
@@ -176,7 +176,7 @@ def test_experts_are_counted_of_drafts_that_are_verified(tmp_path: Path) -> None
 
 
 def test_seeds_that_the_engine_draws(paths: dict[str, str]) -> None:
-    """Are those of requests that are sampled by rejection, as many as want no drafts beside them."""
+    """Only a sampled request whose seed the engine draws is sampled by rejection."""
     parts = drafted_by(paths, "draft")
     sampled = replace(PLAIN, temperature=1.0)
     asked = (sampled, replace(sampled, seed=3), replace(sampled, num_speculative_tokens=0))
@@ -194,7 +194,7 @@ def test_seeds_that_the_engine_draws(paths: dict[str, str]) -> None:
 
 
 def test_log_probabilities_are_of_the_tokens_that_came(paths: dict[str, str]) -> None:
-    """Of replacements too: those that the model gives the whole answer as a prompt."""
+    """Also for replacements: equal to those of the whole answer as a prompt."""
     params = replace(PLAIN, temperature=1.0, seed=1, seed_is_drawn=True, logprobs=2)
     parts = drafted_by(paths, "draft")
     request = parts.engine.add_request([5, 6, 7], params)
@@ -214,7 +214,7 @@ def test_log_probabilities_are_of_the_tokens_that_came(paths: dict[str, str]) ->
 @pytest.mark.wing("engine.grammar")
 @pytest.mark.usefixtures("byte_tokens")
 def test_answers_that_follow_a_grammar(paths: dict[str, str]) -> None:
-    """Drafts do not know it: those that it forbids are replaced by tokens that it allows, as likely as without."""
+    """Drafts ignore it: forbidden ones are replaced by allowed tokens, distributed as without drafts."""
     allowed = tuple(range(97, 103))
     params = SamplingParams(
         max_tokens=NUM_TOKENS, grammar=grammar.regex("[a-c][d-f][a-c][d-f]"), temperature=1.0, seed_is_drawn=True,
@@ -231,9 +231,9 @@ def test_answers_that_follow_a_grammar(paths: dict[str, str]) -> None:
 
 
 def test_a_request_that_another_worker_goes_on_with(paths: dict[str, str]) -> None:
-    """After a kill, from the tokens that were sent: its distribution stays, its further tokens may be other ones.
+    """After a kill, it continues after the sent tokens: its distribution stays, but further tokens may differ.
 
-    A seed that the client chose keeps them.
+    With a seed that the client chose they do not differ.
     """
     first, second = drafted_by(paths, "draft"), drafted_by(paths, "draft")
 

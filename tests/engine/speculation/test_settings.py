@@ -14,7 +14,7 @@ from tests.engine.driving import engine_config
 
 
 def test_settings_of_wings_travel_with_the_cores() -> None:
-    """To an engine process, and to ranks."""
+    """They travel to an engine process, and to ranks."""
     config = engine_config("m", tp=2, num_speculative_tokens=3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
     assert pickle.loads(pickle.dumps(config)) == config

@@ -1,4 +1,4 @@
-"""What is said when a GPU's memory ends, or no compiler is there, while an engine starts."""
+"""Error messages when GPU memory runs out, or a compiler is missing, while an engine starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMBERS = r"24\.0 GB in all, 23\.0 GB held by this worker, 0\.5 GB free\. "
 
 
 def broken_capture() -> None:
-    """As where a graph is captured: what ends the capture hides what broke it off."""
+    """Fail as graph capture does: the error of ending the capture hides the original one."""
     try:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
     finally:

@@ -19,7 +19,7 @@ CAPACITY = 64
 
 
 class Ends:
-    """A small ring: frames wrap around and exceed it."""
+    """Both ends of a ring so small that frames wrap around and exceed it."""
 
     def __init__(self, num_readers: int) -> None:
         self.fd = os.memfd_create("ring")
@@ -59,7 +59,7 @@ print(digest.hexdigest())
 
 @pytest.mark.parametrize("num_readers", [1, 3])
 def test_every_reader_gets_every_frame_in_order(num_readers: int) -> None:
-    """In processes of their own, as ranks are."""
+    """Readers are separate processes, as ranks are."""
     ends = Ends(num_readers)
     ends.writer._check = lambda: None  # the readers take their time to start
     draw = random.Random(num_readers)

@@ -66,7 +66,7 @@ def test_two_ranks_of_every_family_equal_transformers(
 def test_ranks_of_whole_experts_equal_transformers(
     name: str, num_ranks: int, exchange: str, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts beside decode rows, and steps of fewer rows than ranks."""
+    """Steps mix prompts and decode rows, or have fewer rows than ranks."""
     tiny = TINY_MODELS[name]
     if num_ranks == 4:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if "deepseek" in name else 2}
@@ -82,7 +82,7 @@ def test_ranks_of_whole_experts_equal_transformers(
 def test_ranks_of_placed_experts_equal_transformers(
     tmp_path: Path, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two redundant ones among them, whose ranks add up what they computed."""
+    """Two experts are redundant, and ranks add up their outputs."""
     path, expected = greedy(TINY_MODELS["qwen3-moe"], PROMPTS, NUM_TOKENS)
     place_experts(monkeypatch, tmp_path / "loads.json", [[90, 1, 40, 5, 5, 9]] * 3, exchange="sum")
     assert answers_of(open_ranks(path, 2, monkeypatch, max_num_batched_tokens=24)) == expected
@@ -101,7 +101,7 @@ def test_ranks_of_8_bit_kv_scale_their_heads_as_one_rank_does(
 
 @pytest.mark.parametrize("quant_mode", ["int8-weight", "int4-weight"])
 def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself, so that scales of divided inputs are finer than one rank's: close, not equal."""
+    """Each quantizes its own, so scales of divided inputs are finer than one rank's: close, not equal."""
     path = TINY.save(tmp_path)  # whose columns fill groups of int4
     found = []
     for num_ranks in (1, 2):

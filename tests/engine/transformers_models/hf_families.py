@@ -31,7 +31,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class HfFamily:
-    """type: `model_type` of its config. changes: of SHAPE. kv_heads: whether the config takes their number."""
+    """type: `model_type` of its config. changes: to SHAPE. kv_heads: whether the config has their number."""
 
     type: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class HfFamily:
         return model
 
     def save(self, path: Path, model: transformers.PreTrainedModel | None = None) -> Path:
-        """model: what `build` has made."""
+        """Save the model. model: made by `build`."""
         (model or self.build()).save_pretrained(path)
         return path
 
@@ -106,7 +106,7 @@ FAMILIES = {
 
 @torch.inference_mode()
 def generated(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """What `generate` gives, greedily, past ends of sequences."""
+    """Return the greedy tokens of `generate`, past ends of sequences."""
     model.generation_config.eos_token_id = None
     tokens = model.generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens,

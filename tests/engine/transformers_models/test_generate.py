@@ -22,7 +22,7 @@ PROMPTS = [random_prompt(length, VOCAB_SIZE, length) for length in (1, 6, 19, 40
 
 
 def open_engine(path: Path, **settings: Any) -> EngineParts:
-    """Steps of few tokens: prompts come in chunks beside generated tokens."""
+    """Open an engine with small steps, so that prompt chunks and generated tokens share steps."""
     return combinations.open_engine(path, **{"model_impl": "transformers", "dtype": "float32", **settings})
 
 
@@ -47,7 +47,7 @@ def test_equals_generate(name: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("byte_tokens")
 @pytest.mark.parametrize(("name", "num_blocks"), [("gpt_oss", 40), ("gpt_neox", 20)])
 def test_drafts_swapped_blocks_and_a_prompt_budget_change_nothing(name: str, num_blocks: int, tmp_path: Path) -> None:
-    """Beside vectors, log-probabilities of prompts, and a grammar."""
+    """Together with vectors, log-probabilities of prompts, and a grammar."""
     tiny = FAMILIES[name]
     path = replace(tiny, changes={**tiny.changes, "vocab_size": 320}).save(tmp_path / name)
     expected = combinations.run(open_engine(path))

@@ -162,7 +162,7 @@ def test_without_the_package_its_extra_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_attention_would_leave_out_is_refused_late_too(tmp_path: Path) -> None:
-    """Some families choose blocks of keys once a sequence is long."""
+    """Some families select blocks of keys only for long sequences."""
     code = open_engine(FAMILIES["gpt_neox"].save(tmp_path / "m")).runner._model.code
     q, k, v = (torch.zeros(1, 4, 3, 12) for _ in "qkv")
     call = Call(code.hf.gpt_neox, q, k, v, None, 0.3, {"block_indices": torch.zeros(1)})

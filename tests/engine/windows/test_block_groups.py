@@ -23,12 +23,12 @@ WINDOWS = st.lists(st.sampled_from([0, 1, 3, 4, 5, 8, 13]), min_size=1, max_size
 
 
 def groups_of(block_size: int, windows: tuple[int, ...], step_tokens: int) -> BlockGroups:
-    """As a model has them."""
+    """Make the KV groups of a model with these windows."""
     return BlockGroups(block_size) if windows == (0,) else WindowedGroups(block_size, windows, step_tokens)
 
 
 def manager_of(pool: BlockPool, groups: BlockGroups) -> KVManager:
-    """As a model with these groups has it."""
+    """Make the KV manager of a model with these groups."""
     is_windowed = isinstance(groups, WindowedGroups)
     return GroupedKVManager(pool, groups, "f") if is_windowed else KVManager(pool, groups.block_size, "f")
 
@@ -122,7 +122,7 @@ def test_a_load_fills_what_no_cache_has_and_a_lease_takes_what_is_live(
 
 @pytest.mark.parametrize("windows", [(0,), (0, 64)])
 def test_a_long_prompt_is_taken_in_and_handed_over_without_a_call_for_each_block(windows: tuple[int, ...]) -> None:
-    """A call costs more than all else that is done for a block."""
+    """A call costs more than all other work for a block."""
     num_tokens = 16 * 1000
     kv = manager_of(BlockPool(3000), groups_of(16, windows, step_tokens=64))
     request = Request(RequestId("r"), list(range(num_tokens + 1)), SamplingParams())
@@ -154,7 +154,7 @@ def test_only_the_first_group_is_announced() -> None:
 
 
 def test_a_prefix_needs_what_its_window_sees() -> None:
-    """Without the block before its end a prefix is no hit; without blocks further back it is one."""
+    """A prefix without the block before its end is no hit; one without blocks further back is."""
     groups = WindowedGroups(4, (0, 6), step_tokens=64)
     present = {(position, group) for position in range(10) for group in range(2)}
 

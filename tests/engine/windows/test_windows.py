@@ -1,4 +1,4 @@
-"""Models whose layers look back a window: equal to transformers, and blocks that nobody reads any more go back."""
+"""Models with sliding windows: equal to transformers, and blocks that no later query reads are freed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_greedy_equals_transformers(family: Family, settings: dict[str, Any]) ->
 
 @pytest.mark.parametrize("loads", ["whole", "behind a cached prefix", "failing"])
 def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family, loads: str) -> None:
-    """As workers do it: the blocks of a lease, copied to where `schedule` has made room for them."""
+    """As between workers: the blocks of a lease are copied to the blocks that `schedule` has allocated."""
     prefill, decode = (family.engine(max_num_batched_tokens=32) for _ in range(2))
     prompt, expected = PROMPTS[-1], family.expected[-1]
     if loads != "whole":
@@ -129,7 +129,7 @@ def test_a_prompt_goes_on_over_the_live_blocks_of_another_engine(family: Family,
 
 
 def test_the_text_model_of_a_checkpoint_that_sees_images(tmp_path: Path) -> None:
-    """As Gemma-3 is published from 4B on: names with a prefix, a config inside of another, weights of no use here."""
+    """As Gemma-3 is published from 4B on: prefixed names, a nested config, weights that are not used here."""
     path = TINY_MODELS["gemma3"].save(tmp_path / "m")
     expected = logits_of(path)
     raw = json.loads((path / "config.json").read_text())
@@ -180,7 +180,7 @@ def test_what_gemma_configs_may_not_ask_for(change: dict[str, Any], told: str) -
 
 
 def test_old_spellings_of_gemma_configs() -> None:
-    """A pattern instead of kinds of layers, and rotary embedding in flat fields."""
+    """A pattern instead of layer types, and rotary embedding in flat fields."""
     raw = {
         **SHAPE, **GEMMA3, "architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3, "rope_theta": 5e5,
         "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0},

@@ -1,4 +1,4 @@
-"""Random EAGLE-3 heads in the published layout, and what they say, by the layer's definition and in float32."""
+"""Random EAGLE-3 heads in the published layout, and a float32 reference of their drafts by the layer's definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class RandomHead:
-    """changes: to config.json. draft_vocab: 0: its tokens are the model's. vocab_size, model_size: of the model."""
+    """changes: to config.json. draft_vocab: 0: the model's vocabulary. vocab_size, model_size: of the model."""
 
     changes: dict[str, Any] = field(default_factory=dict)
     draft_vocab: int = DRAFT_VOCAB
@@ -72,7 +72,7 @@ class RandomHead:
 
 
 class Reference:
-    """The head over whole sequences: every position attends, as a decoder layer is usually written."""
+    """Computes the head over whole sequences, as a decoder layer is usually written."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor) -> None:
         self.config, self.embedding = config, tensors.get("embed_tokens.weight", embedding)
@@ -85,7 +85,7 @@ class Reference:
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * self.weight(name)
 
     def rotated(self, x: Tensor) -> Tensor:
-        """x: (n, heads, head_dim), of positions 0 to n - 1."""
+        """Rotate x: (n, heads, head_dim), at positions 0 to n - 1."""
         half = x.shape[-1] // 2
         frequencies = self.config["rope_theta"] ** (-torch.arange(half) / half)
         angles = (torch.arange(len(x))[:, None] * frequencies)[:, None]
@@ -93,7 +93,7 @@ class Reference:
         return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
 
     def layer(self, token_ids: Sequence[int], hidden: Tensor) -> Tensor:
-        """o of all positions. token_ids: those behind the positions. hidden: (n, hidden)."""
+        """Compute o of all positions. token_ids: the token after each position. hidden: (n, hidden)."""
         layer, size = "midlayer", self.config["head_dim"]
         normed = self.norm(hidden, f"{layer}.hidden_norm")
         x = torch.cat([self.norm(self.embedding[list(token_ids)], f"{layer}.input_layernorm"), normed], -1)
@@ -113,7 +113,7 @@ class Reference:
         return residual + (gate * torch.sigmoid(gate) * up) @ self.weight(f"{layer}.mlp.down_proj").T
 
     def drafts(self, token_ids: Sequence[int], states: Tensor, count: int) -> list[int]:
-        """The likeliest tokens behind `token_ids`.
+        """Return the likeliest tokens after `token_ids`.
 
         states: (len(token_ids) - 1, 3 * model's hidden), the three layers' inputs of all tokens but the last.
         """

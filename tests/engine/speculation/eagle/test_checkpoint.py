@@ -1,4 +1,4 @@
-"""Layouts in which heads are published, and what is refused."""
+"""Layouts in which heads are published, and checkpoints that are refused."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def states_of(model: transformers.PreTrainedModel, token_ids: list[int], layers:
 
 
 def test_a_request_may_want_fewer_or_none(tmp_path: Path) -> None:
-    """Nothing is computed for it then. Nobody gets more than the engine drafts."""
+    """A request without drafts costs nothing. No request gets more drafts than the engine's number."""
     _, path, folder = saved(tmp_path, "llama", RandomHead())
     parts = open_parts(path, speculative=f"eagle:{folder}", adaptive_drafts=False)
     recording = Recording(parts.runner._proposer)

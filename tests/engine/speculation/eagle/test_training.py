@@ -36,7 +36,7 @@ def text(mode: int, start: int, length: int) -> list[int]:
 
 
 def trained_model() -> transformers.PreTrainedModel:
-    """Llama's shape, trained to write the language."""
+    """Train a small model of Llama's architecture to write the language."""
     model = TINY_MODELS["llama"].build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[transformers.PreT
 def test_a_trained_head_drafts_more_than_a_token_a_step(
     trained: tuple[transformers.PreTrainedModel, Path, Path], temperature: float
 ) -> None:
-    """On texts that it has not been trained with, and with the model's tokens."""
+    """Tested on texts outside of the training data, with the model's own tokens."""
     _, model, head = trained
     plain = open_parts(model, quant_mode="none")
     made = open_parts(
@@ -88,7 +88,7 @@ def test_a_trained_head_drafts_more_than_a_token_a_step(
 
 @pytest.mark.parametrize("options", [[], ["--text=questions.txt"], ["--text=questions.txt", "--chat"]], ids=str)
 def test_the_script_as_a_command(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with fewer layers than the paper's three."""
+    """For a model with fewer layers than the paper's three."""
     monkeypatch.chdir(tmp_path)
     Path("questions.txt").write_text("What is tea?\n\nWhat is\ncoffee?\n")
     train_eagle_head.main(

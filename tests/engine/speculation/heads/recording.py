@@ -1,4 +1,4 @@
-"""What a proposer proposes, kept for tests."""
+"""Records of a proposer's drafts, for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
 class Recording:
-    """Keeps what a proposer proposes: the tokens known, and the drafts behind them."""
+    """Records each proposal: the known tokens, and the drafts after them."""
 
     def __init__(self, proposer: FromHead) -> None:
         self.proposed: list[tuple[list[int], list[int]]] = []
@@ -31,9 +31,9 @@ class Recording:
 
 
 def check_drafts(parts: EngineParts, num_drafts: int, reference: Callable[[list[int], int], list[int]]) -> None:
-    """Of every step, alone and among others, whatever was accepted before, prompts in chunks or whole.
+    """Check the drafts of every step, alone and among others, with any acceptance, prompts in chunks or whole.
 
-    reference: the drafts behind known tokens.
+    reference: returns the drafts after known tokens.
     """
     recording = Recording(parts.runner._proposer)
     prompts = [[(13 * i + 7 * j) % VOCAB_SIZE for j in range(5 + 9 * i)] for i in range(4)]

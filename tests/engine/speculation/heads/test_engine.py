@@ -1,6 +1,6 @@
 """An EAGLE-3 head, or a module of the model, in an engine on a CPU: the tokens of an engine without it.
 
-Wherever a request's KV comes from.
+They do not depend on where a request's KV comes from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def model(method: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(method: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """As --speculative names it."""
+    """Return the head's name for --speculative."""
     return method if method == "mtp" else f"eagle:{RandomHead().save(tmp_path_factory.mktemp('head'))}"
 
 
@@ -64,7 +64,7 @@ def proposer_of(parts: EngineParts) -> FromHead:
     ids=str,
 )
 def test_no_draft_changes_an_answer(model: Path, head: str, settings: dict[str, Any]) -> None:
-    """Greedy and sampled, with penalties, in batches, small steps, and where requests give way."""
+    """Greedy and sampled, with penalties, in batches, small steps, and with preemptions."""
     parts = drafted_by(model, head, **ALWAYS, **settings)
     check_unchanged(parts, model, **settings)
     drafted, accepted = num_drafts(parts.engine)
@@ -73,7 +73,7 @@ def test_no_draft_changes_an_answer(model: Path, head: str, settings: dict[str, 
 
 
 def test_a_request_that_is_handed_over(model: Path, head: str) -> None:
-    """As workers do it. The head knows nothing of the prompt, but for one that is too short to be pulled."""
+    """As between workers. The head has not seen the prompt, unless it is too short to be pulled."""
     expected, _ = plain_run(model, quant_mode="none")
     prefill, decode = (drafted_by(model, head, **ALWAYS) for _ in range(2))
     seen: list[int] = []
@@ -97,7 +97,7 @@ def test_a_request_that_is_handed_over(model: Path, head: str) -> None:
 
 
 def test_a_prompt_from_the_prefix_cache(model: Path, head: str) -> None:
-    """The head drafts by what is computed here."""
+    """The head drafts from the tokens that are computed here."""
     parts = drafted_by(model, head, **ALWAYS, block_size=8)
     firsts = []
     for _ in range(2):
@@ -116,7 +116,7 @@ def followed_by(parts: EngineParts, request_id: str) -> Followed:
 
 
 def test_drafts_that_are_never_right_are_tried_ever_less(model: Path, head: str) -> None:
-    """As a draft model's; K and V are kept up meanwhile, since the next attempt needs them."""
+    """As with a draft model; the head's K and V are computed meanwhile, because the next trial needs them."""
     parts = drafted_by(model, head, quant_mode="none")
     proposer = proposer_of(parts)
     proposer._least_probability = lambda num_rows, num_drafting: 0.3  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A proposer sees the inputs of layers that it names, in every form of a model."""
+"""A proposer gets the inputs of layers that it names, in every lowered form of a model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Observer(Proposer):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("family", [with_wing(name) for name in FAMILIES])
 def test_the_inputs_of_layers_are_shown(family: str, batch_invariant: bool, tmp_path: Path) -> None:
-    """In chunks of prompts and in steps of generated tokens, which take other forms of the model."""
+    """In prompt chunks and in decode steps, which use other forms of the model."""
     model = TINY_MODELS[family].build()
     path = TINY_MODELS[family].save(tmp_path, model)
     loaded, config = open_model(
@@ -65,7 +65,7 @@ def test_the_inputs_of_layers_are_shown(family: str, batch_invariant: bool, tmp_
 
 
 def test_a_proposer_without_layers_is_shown_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the model's forms stay as they are."""
+    """The model's forms stay as they are, too."""
     loaded, config = open_model(directory(TINY_MODELS["llama"].save(tmp_path)), dtype="float32", num_threads=1)
     runner = make_runner(loaded, config)
     forms = dict(runner._forwards._by_rows)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tiny models with a module for multi-token prediction, as DeepSeek publishes them, and what the module says."""
+"""Tiny models with a module for multi-token prediction, as DeepSeek publishes them, and a reference of its drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.tiny_models import TINY_MODELS, TinyModel
 NUM_LAYERS = 3  # of a model here; its module is the next one
 
 
-# What MiMo calls that, whose module reads hidden states first.
+# MiMo's names of these; its module concatenates hidden states first.
 MIMO = {
     "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
     "shared_head.norm": "final_layernorm",
@@ -28,8 +28,8 @@ MIMO = {
 
 @dataclass(frozen=True)
 class ModelWithModule:
-    """changes: to config.json. copies: whether the module has an embedding and a head of its own, as DeepSeek has it;
-    own: whether these are other ones than the model's. is_mimo: MiMo's family, else DeepSeek-V3's.
+    """changes: to config.json. copies: whether the module has its own embedding and head, as DeepSeek's;
+    own: whether these differ from the model's. is_mimo: MiMo's family instead of DeepSeek-V3's.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class ModelWithModule:
 
     @property
     def tiny(self) -> TinyModel:
-        """The model, with the module's decoder layer as its last one."""
+        """Build the model with the module's decoder layer as its last one."""
         family, of_family = ("Qwen2", {}) if self.is_mimo else ("DeepseekV3", TINY_MODELS["deepseek-v3"].changes)
         return TinyModel(family, {**of_family, **self.changes, "num_hidden_layers": NUM_LAYERS + 1})
 
     def tensors(self, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
-        """What the module has beside that layer."""
+        """Return the module's tensors in addition to that layer."""
         torch.manual_seed(5)
         size = model.config.hidden_size
         found = {name: 1 + 0.15 * torch.randn(size) for name in ("enorm", "hnorm", "shared_head.norm")}
@@ -59,13 +59,13 @@ class ModelWithModule:
         return found
 
     def save(self, path: Path, model: transformers.PreTrainedModel | None = None) -> Path:
-        """model: what `tiny` has built."""
+        """Save the model and its module. model: built by `tiny`."""
         model = model or self.tiny.build()
         model.save_pretrained(path)
         return self.divide(path, self.tensors(model))
 
     def divide(self, path: Path, tensors: Mapping[str, Tensor]) -> Path:
-        """Make the last layer of a saved model its module, with these tensors beside it."""
+        """Make the last layer of a saved model its module, with these additional tensors."""
         config = json.loads((path / "config.json").read_text())
         num_layers = config["num_hidden_layers"] - 1
         config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": 1}
@@ -84,7 +84,7 @@ class ModelWithModule:
 
 
 class Reference:
-    """The module over whole sequences, by transformers' decoder layer."""
+    """Computes the module over whole sequences with transformers' decoder layer."""
 
     def __init__(self, model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         self.model, self.tensors, self.eps = model, tensors, model.config.rms_norm_eps
@@ -96,7 +96,7 @@ class Reference:
 
     @torch.no_grad()
     def outputs(self, token_ids: Sequence[int], hidden: Tensor) -> Tensor:
-        """o of all positions. token_ids: those behind the positions. hidden: (n, hidden)."""
+        """Compute o of all positions. token_ids: the token after each position. hidden: (n, hidden)."""
         embedded = self.embedding[list(token_ids)]
         x = torch.cat([self.norm(embedded, "enorm"), self.norm(hidden, "hnorm")], -1) @ self.tensors["eh_proj"].T
         positions = torch.arange(len(x))[None]
@@ -108,7 +108,7 @@ class Reference:
 
     @torch.no_grad()
     def drafts(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The likeliest tokens behind `token_ids`."""
+        """Return the likeliest tokens after `token_ids`."""
         known = list(token_ids)
         states = self.model(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states[NUM_LAYERS][0]
         hidden = self.model.model.norm(states)

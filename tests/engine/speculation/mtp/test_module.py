@@ -42,7 +42,7 @@ def test_drafts_are_those_of_the_reference(tmp_path: Path, kind: ModelWithModule
 
 
 def test_a_module_of_a_quantized_checkpoint(tmp_path: Path) -> None:
-    """Of the kind that DeepSeek publishes; the module's own weights are plain."""
+    """Quantized as DeepSeek publishes it; the module's own weights are plain."""
     kind = ModelWithModule()
     built = write(FORMATS["fp8-blocks"], tmp_path / "model", kind.tiny)
     tensors = kind.tensors(built)
@@ -51,7 +51,7 @@ def test_a_module_of_a_quantized_checkpoint(tmp_path: Path) -> None:
 
 
 def save_chain(path: Path, is_mimo: bool) -> Path:
-    """A model whose next token follows from the last alone, x + 1, and a module that says the same of its token."""
+    """Save a model whose next token is the last one plus 1, and a module that predicts the same from its token."""
     kind = ModelWithModule(is_mimo=is_mimo)
     model = kind.tiny.build()
     size = model.config.hidden_size
@@ -85,7 +85,7 @@ def test_a_module_that_knows_the_language_is_always_right(
 
 
 def test_random_weights_draft(tmp_path: Path) -> None:
-    """As benchmarks of a model without its files do."""
+    """Benchmarks use random weights if a model's files are missing."""
     path = ModelWithModule().save(tmp_path / "model")
     (path / "model.safetensors").unlink()
     parts = open_parts(path, load_format="dummy", **EXACT)
