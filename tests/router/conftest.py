@@ -1,4 +1,4 @@
-"""The cluster that tests of a file share: one scripted decode worker, of which each test sees what is its own."""
+"""The cluster that tests of a file share: one scripted decode worker, of which each test sees its own part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def shared() -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 def c(shared: Cluster) -> Cluster:
-    """For tests marked `asyncio(loop_scope="module")`."""
+    """Return the cluster for tests marked `asyncio(loop_scope="module")`."""
     for worker in shared.decode:
         worker.submits.clear()
         worker.cancels.clear()

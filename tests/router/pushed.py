@@ -29,7 +29,7 @@ def delta_of(submit: pb.Submit, text: str, **fields: Any) -> pb.TokenDelta:
 
 
 class Worker:
-    """A link whose commands stay here, and which reports what a test says."""
+    """A link that keeps its commands, and reports what a test says."""
 
     def __init__(self, workers: ModelWorkers, role: str, name: str) -> None:
         self.commands: list[pb.Command] = []
@@ -65,11 +65,11 @@ class Worker:
         return [command.prefetch for command in self.commands if command.HasField("prefetch")]
 
     def says(self, text: str, **fields: Any) -> None:
-        """One step, for the leg that was opened last."""
+        """Report one step for the leg that was opened last."""
         self.link.apply(pb.StepReport(deltas=[delta_of(self.submits[-1], text, **fields)]))
 
     def offers(self) -> pb.KvOffer:
-        """A part of the prompt is computed, of the leg that was opened last."""
+        """Report that a part of the prompt is computed, for the leg that was opened last."""
         offer = pb.KvOffer(request_id=self.submits[-1].request_id, kv_handle=PART, block_keys=[b"a", b"b"])
         self.link.apply(pb.StepReport(kv_offers=[offer]))
         return offer

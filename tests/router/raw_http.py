@@ -1,4 +1,4 @@
-"""Requests as bytes, for tests that say how a client sends them."""
+"""Requests as bytes, for tests that control how a client sends them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 
 
 def completion(version: str = "1.1", **fields: object) -> bytes:
-    """One that asks for a text."""
+    """Make a request for a completion."""
     return _with_body(HEAD.replace(b"1.1", version.encode()), fields)
 
 
 def chat(text: str, **fields: object) -> bytes:
-    """One that asks for the answer to a message."""
+    """Make a request for a chat completion."""
     fields["messages"] = [{"role": "user", "content": text}]
     return _with_body(HEAD.replace(b"completions", b"chat/completions"), fields)
 

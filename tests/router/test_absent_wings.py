@@ -1,4 +1,4 @@
-"""What a router says that is asked for a wing which this installation lacks: in the copy of tests/wings.py."""
+"""Errors of a router that needs a wing which this installation lacks, in the copy of tests/wings.py."""
 
 from __future__ import annotations
 

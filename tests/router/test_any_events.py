@@ -26,7 +26,7 @@ Leg = tuple[Worker, str]
 
 
 class Requests:
-    """Requests through workers whose legs do what they like. Token n of a text is letter n.
+    """Requests through workers whose legs do anything. Token n of a text is letter n.
 
     One prefill worker, the keeper, is never lost: the ends of its leases are followed.
     """
@@ -38,7 +38,7 @@ class Requests:
         self.keeper, *self.mortal = [*self.prefill, *self.decode]
         self.requests: list[tuple[GenerationRequest, list[Choice], Listener]] = []
         self.closed: set[int] = set()
-        self.broken: set[int] = set()  # by a failure that nobody mends
+        self.broken: set[int] = set()  # by a failure that is not recovered
         self.submits: dict[str, pb.Submit] = {}
         self.num_tokens: dict[str, int] = {}  # of each leg
         self.granted: set[str] = set()
@@ -74,7 +74,7 @@ class Requests:
                 worker.come_back()
 
     def forsake(self, legs: set[Leg]) -> None:
-        """These legs end, and with them their reads, if they have not ended before."""
+        """End these legs and their reads, unless they have ended before."""
         self.let_go |= {lease for lease, reader in self.readers.items() if reader in legs - self.has_read}
 
     def report(self, event: str, worker: Worker, leg_id: str) -> None:
@@ -103,7 +103,7 @@ class Requests:
         worker.link.apply(pb.StepReport(deltas=[delta]))
 
     def check_leases(self) -> None:
-        """Every release was of a lease that nobody reads, and the first."""
+        """Check that every release was the first of its lease, which nobody reads."""
         releases = self.releases()
         assert len(set(releases)) == len(releases)
         for lease in releases[self.num_seen :]:
@@ -121,7 +121,7 @@ class Requests:
         return [lease for lease in self.keeper.releases if lease != PART.lease_id]
 
     async def finish(self) -> None:
-        """Every request comes to its end, and every lease has been ended, or has a reader that ends it."""
+        """Run every request to its end; check that every lease has ended or has a reader that will end it."""
         self.come_back(*self.mortal)
         await self.settle()
         while self.legs(self.prefill) + self.legs(self.decode):

@@ -185,7 +185,7 @@ async def test_what_a_closed_leg_still_says_reaches_nobody_and_its_kv_is_release
 
 @pytest.mark.wing("router.grammar")
 async def test_a_grammar_that_may_have_stopped_a_worker_is_not_given_to_another() -> None:
-    """What else was there goes on elsewhere, also an answer that has followed a grammar for a while."""
+    """Other requests go on elsewhere, also one that has followed a grammar for a while."""
     router = Router(decode=2)
     router.decode[1].link.lost("started later")
     requests = {name: router.request(grammar=text) for name, text in GRAMMARS_OF.items()}
@@ -287,7 +287,7 @@ async def test_where_prefill_fails_decode_computes_the_prompt(code: int) -> None
     router.prefill[0].fails(code)
     assert len(router.prefill[0].submits) == 1
     assert not router.decode[0].submits[0].HasField("kv_handle")
-    router.decode[0].fails(pb.FAILURE_CODE_INTERNAL)  # but nobody mends that
+    router.decode[0].fails(pb.FAILURE_CODE_INTERNAL)  # but this is not recovered
     assert isinstance(sink.errors[0], EngineError)
     assert router.is_quiet()
 

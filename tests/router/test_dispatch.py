@@ -1,4 +1,4 @@
-"""What clients are told when workers refuse, stay away or take too long, when too many wait; and who serves them."""
+"""Errors for clients when workers refuse, are away or slow, or when too many wait; and the choice of workers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_full_queue_refuses_and_says_how_long_it_takes_at_the_rate_that_
 
 
 class Placer:
-    """Two workers of either role, and a choice among them where nothing is predicted."""
+    """Chooses among two workers of each role, without predictions."""
 
     def __init__(self, local_prefill_tokens: int = 0) -> None:
         self.workers = ModelWorkers("dry-run", "dry-run", "")

@@ -62,7 +62,7 @@ async def test_stop_string_across_tokens(include: bool) -> None:
 async def test_stop_in_the_last_token_and_text_held_back_until_the_end() -> None:
     async with cluster(script=Script(reply=list(b"abcde"))) as c:
         assert (await c.chat(stop="de")).json()["choices"][0]["message"]["content"] == "abc"
-        # "e!" never comes: what was held back for it must come with the end
+        # "e!" never comes: the text held back for it must come with the end
         assert (await c.chat(stop="e!")).json()["choices"][0]["message"]["content"] == "abcde"
         assert text_of(await c.events(stop="e!")) == "abcde"
 

@@ -1,4 +1,4 @@
-"""What a worker gets to go on with a choice."""
+"""The journal that a worker gets to continue a choice."""
 
 from __future__ import annotations
 

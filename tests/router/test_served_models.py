@@ -36,7 +36,7 @@ def smol_worker(
 
 
 def both(*others: ScriptedWorker, **options: Any) -> AbstractAsyncContextManager[Cluster]:
-    """One decode worker of dry-run, d0, and one of smol unless others are given."""
+    """Start one decode worker of dry-run, d0, and one of smol unless others are given."""
     return cluster(models=MODELS, others=others or (smol_worker(),), **options)
 
 
@@ -175,7 +175,7 @@ async def test_operators_see_each_model() -> None:
 
 
 async def refusal(c: Cluster, worker: ScriptedWorker) -> str:
-    """Why the router does not take it."""
+    """Return the router's reason for refusing the worker."""
     await worker.start()
     try:
         c.gateway.workers._add("decode", worker.address)

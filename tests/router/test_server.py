@@ -1,4 +1,4 @@
-"""The router as a process: its metrics port, beside the key of its main one."""
+"""The router as a process: its metrics port, and the API key of its main port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices of one request: their parameters."""
+"""Parameters of a request's choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_choices_get_consecutive_seeds_that_wrap() -> None:
 
 @pytest.mark.parametrize("seed", [None, 0, 5, -1])
 def test_workers_know_whether_the_client_chose_the_seed(seed: int | None) -> None:
-    """For all choices: an answer of which nobody has the seed need not come again."""
+    """This holds for all choices: an answer whose seed nobody knows need not be reproducible."""
     limits = ModelLimits(max_model_len=200, vocab_size=200)
     params = sampling_params(
         ChatCompletionBody(messages=[Message(role="user", content="x")], n=2, seed=seed), limits, 1

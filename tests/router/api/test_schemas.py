@@ -1,4 +1,4 @@
-"""Everything that is wrong with a request gets a 4xx in OpenAI's shape, quickly, and the next request works."""
+"""Every invalid request gets a 4xx in OpenAI's shape, quickly, and the next request works."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
 
 
 async def refused(c: Cluster, path: str, content: bytes, headers: dict[str, str] = JSON) -> dict[str, Any]:
-    """Send it; check status, shape and time; check that the next good request works. Returns the error."""
+    """Send a bad request; check status, shape and time, and that the next good one works. Returns the error."""
     num_before = len(c.decode[0].submits)
     limit = 0.1 if len(content) < 1 << 20 else 0.5
     for _ in range(3):  # a collection of garbage may fall into one measurement

@@ -40,7 +40,7 @@ async def test_the_text_of_a_prompt_is_shown(c: Cluster) -> None:
 
 @pytest.mark.wing("router.routing.policies")
 async def test_a_session_stays_at_its_worker() -> None:
-    """As by the header, which goes first."""
+    """The field works like the header, which has precedence."""
     async with cluster(num_decode=3, policy="session-sticky") as c:
 
         async def worker_of(header: str = "", **fields: Any) -> int:

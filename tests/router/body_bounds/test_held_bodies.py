@@ -68,7 +68,7 @@ def test_the_largest_body_always_fits_an_idle_router() -> None:
 
 
 async def send_half_of(c: Cluster, stack: AsyncExitStack, num_bytes: int) -> asyncio.StreamWriter:
-    """A request whose body comes as far as its middle."""
+    """Send a request with only the first half of its body."""
     _, writer = await asyncio.open_connection("127.0.0.1", c.port)
     stack.callback(writer.close)
     writer.write(HEAD + b"content-length: %d\r\n\r\n" % num_bytes + b" " * (num_bytes // 2))

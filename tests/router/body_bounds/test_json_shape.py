@@ -1,4 +1,4 @@
-"""Counting what a JSON text is made of, without parsing it."""
+"""Counts of the elements of a JSON text, without parsing it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from router.http.body import parse_json_object
 
 TEXTS = st.text(st.sampled_from('a":[{,\\\n\u00e9'), max_size=8)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | TEXTS,  # beyond these orjson reads floats
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | TEXTS,  # larger integers are floats to orjson
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=12,
 )
 
 
 def counted(value: Any) -> Shape:
-    """The same by walking the parsed value."""
+    """Return the same counts by walking the parsed value."""
     if isinstance(value, str):
         return Shape(1, 0, 0)
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None

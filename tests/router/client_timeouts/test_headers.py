@@ -1,4 +1,4 @@
-"""The time that a client gives its request."""
+"""Deadlines that clients send for their requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a request to /v1/completions gets a 4xx, as in tests/router/api/test_schemas.py."""
+"""Invalid requests to /v1/completions get a 4xx, as in tests/router/api/test_schemas.py."""
 
 from __future__ import annotations
 

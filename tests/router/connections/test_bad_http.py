@@ -1,4 +1,4 @@
-"""What is wrong with HTTP itself gets an error in OpenAI's shape, quickly, and the next request works."""
+"""Invalid HTTP gets an error in OpenAI's shape, quickly, and the next request works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def raw(c: Cluster, data: bytes, end: bool = False) -> bytes:
-    """Bytes on a connection of their own, and what comes back until the server closes it."""
+    """Send bytes on a new connection; return what comes back until the server closes it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", c.port)
     try:
         writer.write(data)

@@ -1,4 +1,4 @@
-"""Who has gone is noticed while nothing is read from the connection; who has only closed its half gets the answer.
+"""A client that leaves is noticed while nothing is read from it; one that half-closes still gets the answer.
 
 On uvloop, as the router runs: another loop notices other things.
 """

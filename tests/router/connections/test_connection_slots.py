@@ -1,4 +1,4 @@
-"""Who gets a connection, on plain counts."""
+"""Which clients get a connection, tested on plain counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on HTTP connections: how many, how long without a request, how long without being read."""
+"""Bounds on HTTP connections: their number, time without a request, time without being read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def connect(c: Cluster, stack: AsyncExitStack) -> Connection:
 
 
 async def ask(connection: Connection, data: bytes) -> bytes:
-    """Send a request; everything that comes until the router closes the connection."""
+    """Send a request; return everything that comes until the router closes the connection."""
     reader, writer = connection
     writer.write(data)
     return await asyncio.wait_for(reader.read(), 60)
@@ -130,7 +130,7 @@ async def test_few_requests_may_wait_behind_one() -> None:
 
 
 async def test_an_offer_of_another_protocol_changes_nothing() -> None:
-    """As Java's client makes with every request."""
+    """Java's client makes such an offer with every request."""
     offer = (
         b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\ncontent-length"
     )
@@ -202,7 +202,7 @@ def test_the_descriptor_limit_is_raised_or_named() -> None:
 
 
 async def test_a_request_leaves_nothing_to_the_collector() -> None:
-    """It runs every few thousand requests: what waits for it is megabytes, and scattered over the heap."""
+    """It runs every few thousand requests: garbage would be megabytes, scattered over the heap."""
     streamed = completion(prompt="x", max_tokens=4, stream=True)
     async with cluster() as c, AsyncExitStack() as stack:
         reader, writer = await connect(c, stack)

@@ -1,4 +1,4 @@
-"""What is learned of workers as choices are served, pushed by hand."""
+"""Measurements of workers while choices are served, pushed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers behind a host name, which come and go."""
+"""Workers that a host name resolves to, which come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking workers out of service over HTTP, and who may."""
+"""Draining workers over HTTP, and who is authorized to."""
 
 from __future__ import annotations
 

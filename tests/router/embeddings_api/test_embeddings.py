@@ -26,7 +26,7 @@ SIZE = 4
 
 
 def vector_of(token_ids: Sequence[int]) -> list[float]:
-    """Of a prompt, and of no other that a test has."""
+    """Return a vector that is unique among the prompts of the tests."""
     return [float(len(token_ids)), float(token_ids[-1]), float(sum(token_ids)), -1.5]
 
 
@@ -45,7 +45,7 @@ def wanted(text: str | list[int], dimensions: int = SIZE) -> list[float]:
 
 @asynccontextmanager
 async def pooling(vector: Callable[[list[int]], list[float]] = vector_of, **options: Any) -> AsyncIterator[Cluster]:
-    """A cluster whose workers send a prompt's vector with its token."""
+    """Start a cluster whose workers send a prompt's vector with its token."""
     found: list[Cluster] = []
 
     def add_vectors(report: pb.StepReport) -> None:
@@ -79,7 +79,7 @@ async def test_openais_client(num_prefill: int, num_decode: int) -> None:
         num_tokens = sum(len(ids_of(text)) for text in texts)
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
         assert (answer.object, answer.model) == ("list", "dry-run")
-        # Computed where the prompt is, and nowhere else: no worker is handed a prompt's KV.
+        # Computed by the worker that computes the prompt: no worker gets a prompt's KV.
         assert len(submitted(c)) == len(texts)
         assert not any(submit.HasField("kv_handle") for submit in submitted(c))
         if num_prefill:

@@ -1,4 +1,4 @@
-"""GET /explain/{id}: decisions, the time line, and what is kept once a choice has ended."""
+"""GET /explain/{id}: decisions, the time line, and the record after a choice has ended."""
 
 from __future__ import annotations
 

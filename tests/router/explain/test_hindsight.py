@@ -1,4 +1,4 @@
-"""Regret is what the same cost model says once the facts are known."""
+"""Regret is the cost by the same cost model once the facts are known."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_cheaper_placement_that_would_have_missed_the_objectives_is_no_better_
 
 
 def test_a_slow_time_for_all_workers_is_not_regretted() -> None:
-    """Others that were served at the same time say what those workers did, as far as they measured it."""
+    """Other requests served at the same time show how those workers did, as far as they measured it."""
     decision = decision_of(candidate(D0, decode=1.0), candidate(D1, decode=1.1))
     mine = facts(decision.chosen, decode=3.0)
     assert hindsight(decision, mine, {}).regret_seconds == pytest.approx(3.0 - 1.1)

@@ -1,4 +1,4 @@
-"""Fields of other servers that ask for nothing are taken; an answer's header names advice that nobody reads."""
+"""Fields of other servers without effect are accepted; a header of the answer names ignored advice."""
 
 from __future__ import annotations
 

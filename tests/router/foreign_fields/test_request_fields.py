@@ -1,4 +1,4 @@
-"""docs/request_fields.md is true: each field is sent, and gets what the page says."""
+"""docs/request_fields.md is true: each field is sent and has the effect that the page names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which answers the grammar of a request allows."""
+"""Answers that the grammar of a request allows."""
 
 from __future__ import annotations
 

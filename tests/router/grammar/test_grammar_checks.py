@@ -1,4 +1,4 @@
-"""Grammars are checked in a process of their own: what they do there is their refusal, and nothing else waits."""
+"""Grammars are checked in another process: any failure there is a refusal, and nothing else waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_a_usable_grammar_passes_and_another_is_refused_by_name(checks: Gr
 
 
 async def test_a_grammar_that_takes_long_is_refused_and_the_loop_goes_on(checks: GrammarChecks) -> None:
-    """Also a second time, without another try."""
+    """The second time it is refused without another check."""
     ticks = 0
 
     async def tick() -> None:

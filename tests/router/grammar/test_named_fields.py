@@ -1,4 +1,4 @@
-"""Errors about a grammar, which workers find while they answer, in the words of what asked for it."""
+"""Errors that workers find in a grammar while they answer name the field that asked for it."""
 
 from __future__ import annotations
 

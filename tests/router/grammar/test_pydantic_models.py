@@ -1,4 +1,4 @@
-"""Models of pydantic as people write them: whatever is answered to their schemas, they read."""
+"""Typical pydantic models: every answer that follows their schemas is parsed by them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Numbers(pydantic.BaseModel):
 
 
 class Price(pydantic.BaseModel):
-    """Its schema says of a price only that it is a number or a text."""
+    """A model whose schema says only that a price is a number or a string."""
 
     price: decimal.Decimal
     least: Annotated[decimal.Decimal, pydantic.Field(ge=0, le=100)]

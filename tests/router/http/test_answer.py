@@ -1,4 +1,4 @@
-"""Tokens that are written where they arrive, or kept for a client that is behind: same bytes, in order."""
+"""Tokens are written as they arrive, or buffered for a slow client: same bytes, in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.router.raw_http import chat
 
 
 def steady(events: list[Any]) -> list[Any]:
-    """Without what differs between any two requests."""
+    """Remove the parts that differ between any two requests."""
     return [{**event, "id": "", "created": 0} if isinstance(event, dict) else event for event in events]
 
 
@@ -68,12 +68,12 @@ async def test_a_slow_reader_holds_up_nobody_and_loses_nothing() -> None:
         writer.close()
         await writer.wait_closed()
         pieces = [orjson.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
-        assert len(pieces) < num_tokens / 2  # most came while the client was behind
+        assert len(pieces) < num_tokens / 2  # most came while the client did not read
         assert sum(len(piece["choices"][0]["delta"].get("content", "")) for piece in pieces) == num_tokens
 
 
 class Client:
-    """A transport that takes chunks when a test says so."""
+    """A transport that accepts chunks when a test says so."""
 
     def __init__(self) -> None:
         self.is_ready = True  # False: it is behind
@@ -97,7 +97,7 @@ class Client:
         self._may_go_on.clear()
 
     def catch_up(self) -> None:
-        """As the event loop does it: who waited in `send` goes on in a later turn."""
+        """Let the client read on; as with the event loop, a task that waits in `send` continues in a later turn."""
         self.is_ready = True
         self._may_go_on.set()
 

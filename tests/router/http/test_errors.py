@@ -1,4 +1,4 @@
-"""Every answer with status 500 is in the log, with where it comes from and the request's id, and without its text."""
+"""Every answer with status 500 is logged with its origin and the request's id, but without its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INTERNAL = {"message": "internal error", "type": "server_error", "param": None, 
 
 @pytest.fixture(autouse=True)
 def fresh_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another test has logged does not count, and no time passes."""
+    """Use fresh rate limits of the logs, whose window never ends."""
     monkeypatch.setattr("common.logging.WINDOW_SECONDS", float("inf"))
     for name in ("router.http.errors", "router.choice"):
         monkeypatch.setattr(logging.getLogger(name), "filters", [RateLimit()])
@@ -37,7 +37,7 @@ def broken(*_: Any, **__: Any) -> None:
 
 
 def logged(caplog: pytest.LogCaptureFixture, request_id: str) -> str:
-    """The one log entry for the request."""
+    """Return the only log entry for the request."""
     entries = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
     assert len(entries) == 1, entries
     assert f"request {request_id} failed with status 500" in entries[0]
@@ -67,7 +67,7 @@ async def test_a_bug_is_logged_with_its_traceback_and_without_the_prompt(
 async def test_a_bug_in_the_middle_of_a_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once where a token becomes text, once where the long way renders it."""
+    """Once where a token is decoded, once where the slow path renders it."""
     for owner, method in ((ChoiceText, "push"), (EventStream, "_rendered")):
         caplog.clear()
         async with cluster(script=Script(delay_seconds=0.005)) as c:

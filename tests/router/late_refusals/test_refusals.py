@@ -1,4 +1,4 @@
-"""Which requests are refused for the wait that is predicted."""
+"""Requests that are refused because of their predicted wait."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_scan_takes_what_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_moved_is_a_change(tmp_path: Path) -> None:
-    """As Kubernetes replaces a volume's files."""
+    """Kubernetes replaces a volume's files so."""
     old, new = put(tmp_path, ".old"), put(tmp_path, ".new")
     link = tmp_path / "poet"
     link.symlink_to(old.folder)

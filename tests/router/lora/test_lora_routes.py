@@ -1,4 +1,4 @@
-"""Adapters that come and go over HTTP: who may, what is refused, and what workers are asked."""
+"""Loading and unloading adapters over HTTP: authorization, refusals, and requests to workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's official client against workers that reply what a test says."""
+"""Anthropic's official client against workers with scripted replies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def ask(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
 
 
 async def streamed(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
-    """The final message, as the client adds up events."""
+    """Return the final message as the client adds it up from events."""
     async with client.messages.stream(
         **{"model": "dry-run", "max_tokens": 400, "messages": HELLO, **fields}
     ) as stream:

@@ -21,7 +21,7 @@ EMPTY = pb.LoadReport()
 
 
 def adaptive(decode: int = 1) -> Router:
-    """Measured workers; decode workers without a seat."""
+    """Make a router with measured workers, whose decode workers have no free seat."""
     router = Router(prefill=1, decode=decode, ttft_objective_ms=1000, itl_objective_ms=25)
     for worker in (*router.prefill, *router.decode):
         meter_of(worker.link).rates.step_times.cost = COST

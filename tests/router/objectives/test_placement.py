@@ -1,4 +1,4 @@
-"""Placements under latency objectives, and when first tokens are due, are pure functions of what is known."""
+"""Placements under latency objectives and due times of first tokens are pure functions of the router's views."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OBJECTIVES = Objectives(ttft=1.0, itl=0.025)
 
 
 def view(worker: WorkerId, rows: int = 0, queued: int = 0, **fields: Any) -> WorkerView:
-    """Prefill workers have had some prompts lately."""
+    """Make a view in which prefill workers have had some prompts lately."""
     known = {"step": COST, "pull_tokens_per_second": 200_000.0, "num_slots": 256}
     known["prompt_tokens_per_second"] = 10_000.0 if worker == P0 else 0.0
     return WorkerView(worker, num_running=rows, num_rows=rows, queued_prefill_tokens=queued, **{**known, **fields})
@@ -115,7 +115,7 @@ def test_short_answers_are_not_handed_over_when_that_gap_would_miss_the_objectiv
 
 
 def test_a_short_answer_does_not_wait_long_for_the_sake_of_one_gap() -> None:
-    """However long that gap is, a first token that is late enough is worse."""
+    """However long that gap is, a first token that is very late is worse."""
     busy = view(D0, rows=20, prompt_tokens_per_second=20_000.0)
     assert place([view(P0)], [busy], num_tokens=6000, expected=20.0).chosen.kind != "disaggregated"
     flooded = view(D0, rows=20, queued=60_000, prompt_tokens_per_second=20_000.0)
@@ -288,7 +288,7 @@ def test_a_first_token_is_due_in_proportion_to_its_prompt_and_by_the_objective()
 
 
 def test_streams_go_before_short_prompts_and_these_before_others_for_a_minute() -> None:
-    """In whatever order they come: a stream that waits for its KV is not kept by prompts that came long ago."""
+    """In any order of arrival: a stream that waits for its KV is not held up by prompts that came long ago."""
     short = due(0.002, FLAT_CHUNK_TOKENS)
     assert 59 + due(0.5, has_started=True) < short < AHEAD + 59 < due(0.003, FLAT_CHUNK_TOKENS + 1)
     assert -inf < due(0.0, has_started=True)

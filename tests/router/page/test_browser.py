@@ -1,4 +1,4 @@
-"""The page in Chromium, in front of a real cluster: a chat that outlives its worker, keys, and what it may load."""
+"""The page in Chromium, in front of a real cluster: a chat that outlives its worker, keys, and allowed sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="make test-browser 
 CHROMIUM = shutil.which("chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 MAX_TOKENS = 400
-# Of an element, as a screen reader names it; and those that have no name.
+# The name of an element for a screen reader; and the elements without one.
 NAMELESS = """() => {
   const found = document.querySelectorAll('button, input, select, textarea, summary, [role]');
   return [...found].filter((node) => {
@@ -49,7 +49,7 @@ def shared() -> Iterator[Cluster]:
 
 @pytest.fixture
 def page(browser: Any, shared: Cluster) -> Iterator[Any]:
-    """The page with its key given, and a list of what went wrong in it."""
+    """Open the page and enter its key. `wrong` lists its errors."""
     context = browser.new_context()
     page = context.new_page()
     page.wrong = []
@@ -71,7 +71,7 @@ def ask(page: Any, text: str) -> None:
 
 
 def rendered(page: Any, markdown: str) -> str:
-    """What the page shows for a whole text at once."""
+    """Return what the page shows for a text that arrives at once."""
     return str(
         page.evaluate(
             """async (text) => {
@@ -119,7 +119,7 @@ def kill_in_mid_answer(shared: Cluster) -> None:
 
 
 def long_answer(shared: Cluster) -> tuple[str, str]:
-    """A prompt whose greedy answer does not end early, and that answer."""
+    """Return a prompt whose greedy answer does not end early, and that answer."""
     for number in range(20):
         prompt = f"Tell me of {number} things"
         with shared.client() as client:
@@ -218,7 +218,7 @@ def test_everything_has_a_name_and_nothing_is_cut_off_on_a_phone(page: Any) -> N
 
 
 def contrast(*colors: str) -> float:
-    """Of two CSS colours, by WCAG."""
+    """Compute the contrast of two CSS colours by WCAG."""
 
     def luminance(color: str) -> float:
         parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]

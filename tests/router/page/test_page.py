@@ -1,4 +1,4 @@
-"""The page's routes and figures: who makes snapshots, what is in them, and when a stream of them ends."""
+"""The page's routes and figures: the maker of snapshots, their contents, and the end of a stream of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Writer:
 
 @pytest.fixture
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The times of which snapshots were made."""
+    """Return the times at which snapshots were made."""
     times: list[float] = []
     figures = snapshot.figures
 

@@ -1,4 +1,4 @@
-"""A path that there is not: which one was meant."""
+"""Unknown paths: the error names the one that was probably meant."""
 
 from __future__ import annotations
 

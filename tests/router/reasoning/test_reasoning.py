@@ -1,4 +1,4 @@
-"""Reasoning through the official client, against workers that reply what a test says."""
+"""Reasoning through the official client, against workers with scripted replies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def ask(c: Cluster, messages: Any = ({"role": "user", "content": "Hello"},
 
 
 async def streamed(c: Cluster, **fields: Any) -> dict[str, Any]:
-    """What a client adds up of one choice."""
+    """Return what a client adds up for one choice."""
     found: dict[str, Any] = {"reasoning": "", "content": "", "calls": "", "order": []}
     async for chunk in await ask(c, stream=True, **fields):
         for choice in chunk.choices:

@@ -1,4 +1,4 @@
-"""Budgets of reasoning, and what turns it off: the grammar that workers get, and what templates learn."""
+"""Budgets of reasoning and turning it off: the grammar for workers, and the variables of templates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_THINKING: list[dict[str, Any]] = [
 
 @asynccontextmanager
 async def with_markers(template: str = TEMPLATE) -> AsyncIterator[Cluster]:
-    """The markers are tokens of their own."""
+    """Start a cluster in whose tokenizer the markers are single tokens."""
     backend = type(DRY_RUN._backend).from_str(DRY_RUN._backend.to_str())
     backend.add_tokens(["<think>", "</think>"])
     tokenizer = Tokenizer(backend, bos_id=256, eos_token_ids=[257], templates={"default": template}, vocab_size=320)

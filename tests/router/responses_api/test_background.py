@@ -16,7 +16,7 @@ TEXT = f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}"
 
 
 async def over(c: Cluster, response_id: str) -> Any:
-    """The response when it no longer runs."""
+    """Wait until the response has ended; return it."""
     while True:
         response = await responses(c).retrieve(response_id)
         if response.status not in ("queued", "in_progress"):

@@ -1,4 +1,4 @@
-"""The Responses API through OpenAI's official client, against workers that reply what a test says."""
+"""The Responses API through OpenAI's official client, against workers with scripted replies."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ async def ask(c: Cluster, given: Any = "Hello", **fields: Any) -> Any:
 
 
 def responses(c: Cluster) -> Any:
-    """The client's methods, whose types have thirty kinds of items that this server never sends."""
+    """Return the client's methods untyped: their types have thirty kinds of items that this server never sends."""
     return c.openai.responses
 
 
 async def streamed(c: Cluster, given: Any = "Hello", **fields: Any) -> tuple[Any, list[Any]]:
-    """The final response as the client's helper adds it up, and the events."""
+    """Return the final response as the client's helper adds it up, and the events."""
     events = []
     async with responses(c).stream(model="dry-run", input=given, max_output_tokens=400, **fields) as stream:
         async for event in stream:

@@ -1,4 +1,4 @@
-"""Changing what a worker is used for over HTTP, and who may."""
+"""Changing a worker's role over HTTP, and who is authorized to."""
 
 from __future__ import annotations
 

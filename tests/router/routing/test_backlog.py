@@ -1,4 +1,4 @@
-"""What a worker has still to compute, by the router's own count."""
+"""A worker's backlog of work by the router's own count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing workers is a pure function of what is known."""
+"""The choice of workers is a pure function of the router's views."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_a_worker_that_was_slow_is_tried_again_while_others_work() -> None:
     assert choose("cost", request(50), [], [*busy, slow], 64).chosen.decode != D1
     forgotten = replace(slow, is_forgotten=True)
     assert choose("cost", request(50), [], [*busy, forgotten], 64).chosen.decode == D1
-    everybody = [replace(worker, is_forgotten=True) for worker in (*busy, slow)]  # what was measured is all there is
+    everybody = [replace(worker, is_forgotten=True) for worker in (*busy, slow)]  # only measured numbers are known
     assert choose("cost", request(50), [], everybody, 64).chosen.decode != D1
 
 
 def test_few_streams_spread_over_workers_that_are_about_equally_fast() -> None:
-    """Measured step times of equal machines differ by some percent: that must not send everything to one of them."""
+    """Measured step times of equal machines differ by a few percent, which must not send everything to one."""
     running = {D0: 0, D1: 0}
     for number in range(8):
         decode = [view(D0, num_running=running[D0], step=0.0070), view(D1, num_running=running[D1], step=0.0075)]
@@ -95,7 +95,7 @@ def test_a_prompt_lately_computed_does_not_send_its_next_turn_elsewhere() -> Non
 
 
 def test_requests_go_where_their_adapter_is() -> None:
-    """Unless what is before them there takes longer than to read the adapter elsewhere."""
+    """Unless the queue there takes longer than reading the adapter elsewhere."""
     prefill, lacking = [view(P0), view(P1)], frozenset([P0, D1])
     decision = choose("cost", request(100, lacking_adapter=lacking), prefill, [view(D0), view(D1)], 64)
     assert (decision.chosen.prefill, decision.chosen.decode) == (P1, D0)

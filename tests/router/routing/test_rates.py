@@ -1,4 +1,4 @@
-"""How fast workers are and answers come, as the router measures it."""
+"""Rates of workers and answers, as the router measures them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_wait_for_a_slot_grows_with_the_requests_ahead() -> None:
 
 
 def drained(per_second: float, seconds: float) -> DrainRate:
-    """A rate measured from second 100 on, with a queue all the time."""
+    """Measure a rate from second 100 on, with a queue all the time."""
     rate = DrainRate()
     rate.began(100.0)
     for number in range(int(seconds * per_second)):

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: by the model, with a template's variables, and what is refused."""
+"""POST /tokenize and /detokenize: by the model, with a template's variables, and refusals."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.router.tools.test_tool_calls import ARGUMENTS, ONE, TOOLS, TWO
 
 VERSION = "6.49.0"
 FOLDER = Path(__file__).parents[3] / "build" / f"openai-node-{VERSION}"
-# Prints the events that its helper for streams fires, and what it adds up, a line of JSON each.
+# Prints the events of its stream helper and the final result, one line of JSON each.
 SCRIPT = """
 import OpenAI from "openai";
 const { baseURL, body } = JSON.parse(process.argv.at(-1));
@@ -55,7 +55,7 @@ def package() -> None:
 
 
 async def fired(reply: str, **fields: Any) -> dict[str, list[Any]]:
-    """What each kind of event carried."""
+    """Return the payloads of each kind of event."""
     body = {"model": "dry-run", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 500, **fields}
     async with replying(reply, template=HERMES_TEMPLATE) as c:
         request = json.dumps({"baseURL": f"http://127.0.0.1:{c.port}/v1", "body": body})

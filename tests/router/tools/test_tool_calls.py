@@ -1,4 +1,4 @@
-"""Tool calls through the official client, against workers that reply what a test says."""
+"""Tool calls through the official client, against workers with scripted replies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def ask(c: Cluster, **fields: Any) -> Any:
 
 
 async def streamed(c: Cluster, **fields: Any) -> dict[int, dict[str, Any]]:
-    """Content, calls and finish reason of each choice, as a client adds them up."""
+    """Return content, calls and finish reason of each choice, as a client adds them up."""
     choices: dict[int, dict[str, Any]] = {}
     async for chunk in await ask(c, stream=True, **fields):
         for choice in chunk.choices:
@@ -230,7 +230,7 @@ async def test_an_answer_may_be_json_or_calls() -> None:
 
 
 async def test_json_that_was_asked_for_is_no_call() -> None:
-    """Its grammar is that of an answer, which binds no arguments."""
+    """Its grammar is that of an answer, without constraints on arguments."""
     bare = '{"name": "get_weather", "arguments": {"town": 1}}'
     async with replying(bare, template=HERMES_TEMPLATE) as c:
         [choice] = (await ask(c, tools=[STRICT], response_format={"type": "json_object"})).choices

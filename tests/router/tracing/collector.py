@@ -41,7 +41,7 @@ class Collector:
     status: int = 200
 
     def trace(self, trace_id: str) -> list[Received]:
-        """The spans of a trace, in order, once its root is there: a batch has all of them."""
+        """Wait for a trace's root; return its spans in order. One batch has all of them."""
         wait_until(lambda: any(s.trace_id == trace_id and s.name == "llm_request" for s in self.spans))
         return sorted((s for s in self.spans if s.trace_id == trace_id), key=lambda s: (s.start, s.end))
 

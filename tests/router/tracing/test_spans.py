@@ -1,4 +1,4 @@
-"""Spans of time lines that a cluster seldom shows."""
+"""Spans of time lines that are rare in a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace of a real cluster: what its collector gets of a streamed chat."""
+"""A trace of a real cluster: the spans of a streamed chat at its collector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = "Tell me about routers, and why they know where a prompt has been compu
 
 
 def check_nested(spans: list[Received], root: Received) -> list[Received]:
-    """Children lie within their parents, and those of the root follow each other without a gap; return these."""
+    """Check that children lie within parents and the root's follow each other without a gap; return the latter."""
     by_id = {span.span_id: span for span in spans}
     for span in spans:
         if span is not root:

@@ -1,4 +1,4 @@
-"""Which requests are traced, and that nobody waits for a collector."""
+"""The choice of traced requests; no request waits for a collector."""
 
 from __future__ import annotations
 

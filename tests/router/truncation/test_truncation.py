@@ -1,4 +1,4 @@
-"""Prompts that are cut to the length that a request asks for."""
+"""Truncation of prompts to the length that a request asks for."""
 
 from __future__ import annotations
 

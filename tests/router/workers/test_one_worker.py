@@ -1,4 +1,4 @@
-"""What a router knows of one worker: whether it fails, what of it does not fit."""
+"""The router's state of one worker: its failures, and properties that do not fit."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Link:
         self.port = 0
 
     def break_all(self) -> int:
-        """Reset every connection; how many there were."""
+        """Reset every connection; return their number."""
         for writer in self._writers:
             writer.transport.abort()
         return len(self._writers)
@@ -64,7 +64,7 @@ class Link:
 
 @contextlib.asynccontextmanager
 async def behind_a_link(script: Script, **config: Any) -> AsyncIterator[tuple[Cluster, Link]]:
-    """A router that reaches decode worker d0 over a Link; d1 is known to nobody yet."""
+    """Start a router that reaches decode worker d0 over a Link; it does not know d1 yet."""
     async with cluster(num_decode=2, script=script) as hidden:
         link = Link(hidden.decode[0].port)
         server = await asyncio.start_server(link.serve, "127.0.0.1", 0)
@@ -144,7 +144,7 @@ def unknown_request(report: pb.StepReport) -> None:
 
 
 def twice(report: pb.StepReport) -> None:
-    """The end of a request is told again, and tokens follow it."""
+    """Report the end of a request twice, with tokens after it."""
     for delta in list(report.deltas):
         if delta.finish_reason:
             report.deltas.add().CopyFrom(delta)

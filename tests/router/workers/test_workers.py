@@ -1,4 +1,4 @@
-"""The router's view of its workers: a gap in KV events is mended."""
+"""The router's view of its workers: it recovers from a gap in KV events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN = list(range(48))  # a prompt whose blocks the worker stores without tell
 
 
 def lose_events(worker: ScriptedWorker) -> None:
-    """The worker stores the blocks of HIDDEN, and the events that say so do not arrive."""
+    """Make the worker store the blocks of HIDDEN while its events about them are lost."""
     worker.keys.update(block_keys(root_key("f" * 64), pack_ids(HIDDEN), BLOCK_SIZE))
     worker.sequence += 3
 

@@ -1,4 +1,4 @@
-"""Policies that predict nothing."""
+"""Policies that make no predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of many workers, the few that are worth a prediction."""
+"""The shortlist: the few of many workers for which costs are predicted."""
 
 from __future__ import annotations
 
