@@ -11,7 +11,7 @@ from common.wings import has_wing
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A minute for what takes microseconds on a quiet machine; tests of what gives up set less."""
+    """Allow a minute for calls that take microseconds on a quiet machine; tests of time limits set less."""
     for path, name in (
         ("kvstore.tier.agent_client", "CALL_SECONDS"),
         ("kvstore.tier.agent_client", "RECONNECT_SECONDS"),

@@ -1,4 +1,4 @@
-"""A worker of one pool, with the service of its front."""
+"""A worker with one pool and its front's service."""
 
 from __future__ import annotations
 

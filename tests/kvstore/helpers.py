@@ -72,7 +72,7 @@ class Owner:
 
 
 class Front:
-    """Pools behind one KvTransfer service. What the engine would be told is written down."""
+    """Pools served by one KvTransfer service. Messages for the engine are recorded."""
 
     def __init__(self, owners: Sequence[Owner], token: str = "", stage: Stage | None = None) -> None:
         self.owners = owners
@@ -85,7 +85,7 @@ class Front:
         self.server.add(adder, self.service, "mini_infer.v1.KvTransfer")
 
     def _service(self, stage: Stage | None) -> KvTransferService:
-        """One that sends blocks by TCP, with that wing."""
+        """Make the service, which sends blocks by TCP if that wing is there."""
         arguments: dict[str, Any] = {
             "leases": self.leases, "on_renew": self._renewed, "on_release": self._released, "stage": stage,
         }  # fmt: skip
@@ -99,7 +99,7 @@ class Front:
         return TcpTransferService(sender=BlockServer("127.0.0.1"), pools=pools, **arguments)
 
     def adopt(self, block_ids: Sequence[int], seconds: float = 60.0) -> None:
-        """Know of a lease."""
+        """Register a lease."""
         ids, deadline = tuple(map(BlockId, block_ids)), time.monotonic() + seconds
         self.leases.adopt(Lease(LeaseId("lease"), self.leases.epoch, ids, deadline))
 
@@ -131,7 +131,7 @@ def empty_pool(geometry: PoolGeometry = GEOMETRY) -> np.ndarray[tuple[int, int],
 
 
 def with_shard(lease: PeerLease, **changes: object) -> PeerLease:
-    """The lease with another first shard; lease id, worker and epoch change everywhere."""
+    """Return the lease with another first shard; lease id, worker and epoch change everywhere."""
     common = {name: value for name, value in changes.items() if name in ("lease_id", "worker_id", "epoch")}
     first = replace(lease.shards[0], **changes)  # type: ignore[arg-type]
     return replace(lease, **common, shards=(first, *lease.shards[1:]))  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def with_address(
     lease: PeerLease, kv_address: str | None = None, needs_staging: bool | None = None,
     **transports: str | Path | None,
 ) -> PeerLease:  # fmt: skip
-    """The lease with another address of its first shard, or other ones for transports; None: not offered."""
+    """Return it with another address of its first shard, or other ones for transports; None: not offered."""
     known = lease.shards[0].address
     offered = {name: data for name, data in known.transports.items() if transports.get(name, "") is not None}
     offered |= {name: str(text).encode() for name, text in transports.items() if text is not None}
@@ -156,7 +156,7 @@ def with_address(
 def host_client(
     geometry: PoolGeometry, pool: Blocks, token: str = "", names: Sequence[str] = ("shm", "tcp")
 ) -> KvClient:  # fmt: skip
-    """A client that fills a pool in host memory."""
+    """Make a client that fills a pool in host memory."""
     leases = LeaseClient(token)
     known: dict[str, Reader] = {"shm": ShmReader(pool, leases)}
     if HAS_TCP:
@@ -173,7 +173,7 @@ def pull_of_one(lease: PeerLease, rank: int = 0) -> BlockPull:
 
 
 def as_handle(lease: PeerLease) -> pb.KvHandle:
-    """What the lease's owner would have written."""
+    """Return the handle that the lease's owner would have written."""
     shards = [pack_shard(each.geometry, each.address, each.block_ids, each.digests) for each in lease.shards]
     return pb.KvHandle(
         lease_id=lease.lease_id, worker_id=lease.worker_id, epoch=lease.epoch, num_tokens=lease.num_tokens,
@@ -182,7 +182,7 @@ def as_handle(lease: PeerLease) -> pb.KvHandle:
 
 
 def handle_to_hex(handle: pb.KvHandle) -> str:
-    """For the standard output of an owner's process."""
+    """Encode a handle for the standard output of an owner's process."""
     return handle.SerializeToString().hex()
 
 
@@ -191,7 +191,7 @@ def lease_from_hex(text: str) -> PeerLease:
 
 
 def num_descriptors_of(fd: int) -> int:
-    """How many descriptors of this process are of the same file. What other tests have left does not count."""
+    """Return the number of this process' descriptors of the same file. Those left by other tests do not count."""
     wanted = os.stat(fd)
     found = 0
     for name in os.listdir("/proc/self/fd"):
@@ -201,5 +201,5 @@ def num_descriptors_of(fd: int) -> int:
 
 
 def shm_names() -> set[str]:
-    """Names in /dev/shm but those of UCX. Tests in other processes make some, too, and remove them soon."""
+    """Return the names in /dev/shm except UCX's. Tests in other processes make some, too, and remove them soon."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("ucx_")}

@@ -1,4 +1,4 @@
-"""A worker of several ranks, each with a pool of its own, whose blocks tell heads and layers apart."""
+"""A worker of several ranks, each with its own pool, whose blocks differ by head and layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def geometry_of(heads: int, shard: Shard, num_blocks: int = 6) -> PoolGeometry:
 
 
 def whole_blocks(heads: int, num_blocks: int = 6) -> torch.Tensor:
-    """What a pool of all heads holds; every element is another one."""
+    """Return the blocks of a pool of all heads; all elements differ."""
     shape = (num_blocks, *geometry_of(heads, Shard()).block_shape)
     return torch.arange(int(np.prod(shape)), dtype=torch.int16).view(shape)
 
@@ -67,7 +67,7 @@ class Ranks(Front):
             ]
 
     def lease(self, block_ids: list[int], transport: str) -> PeerLease:
-        """As a reader gets it, through its bytes."""
+        """Return the lease as a reader decodes it from bytes."""
         self.adopt(block_ids)
         address = self.server.address if transport == "tcp" else ""
         leases = [o.peer(block_ids, kv_address=address, shm=transport == "shm") for o in self.owners]

@@ -1,4 +1,4 @@
-"""What a module may load: the pure ones nothing but the standard library, none of them torch."""
+"""Allowed imports: pure modules load only the standard library, and no module loads torch."""
 
 import subprocess
 import sys

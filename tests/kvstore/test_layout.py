@@ -1,4 +1,4 @@
-"""Layouts: what a model declares, what a rank holds of it, and what no pool serves yet."""
+"""Layouts: of a model, a rank's shard of it, and those that no pool supports yet."""
 
 from __future__ import annotations
 

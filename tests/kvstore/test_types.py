@@ -1,4 +1,4 @@
-"""Merging copies: every pair once, in order, and no two runs that could be one."""
+"""Merging copies: every pair once, in order, and no two runs that could be merged."""
 
 from itertools import pairwise
 

@@ -11,7 +11,7 @@ from protos import types_pb2 as pb
 from tests.harness.worker import PROMPT, Stream, Worker, attached, tokens_of
 
 MAX_TOKENS = 300
-TRIES = 10  # a tiny model may end before a busy machine has let anybody ask
+TRIES = 10  # a tiny model may end before a busy machine has let the test ask
 SAMPLINGS = {"greedy": (0.0, 0), "seeded": (0.9, 7)}
 
 
@@ -31,9 +31,9 @@ def sampling(name: str) -> pb.SamplingParams:
 
 
 async def hand_over(stream: Stream, name: str, after_tokens: int, **fields: Any) -> tuple[list[int], pb.TokenDelta]:
-    """Submit a request and have it handed over after so many tokens; all tokens of the leg, and its end.
+    """Submit a request and have it handed over after so many tokens; return the leg's tokens and its end.
 
-    A request that has ended before the worker reads the command is not handed over, by contract: then once more.
+    A request that has ended before the worker reads the command is not handed over, by contract: then try again.
     """
     for number in range(TRIES):
         tokens, delta = await _leg(stream, f"{name}-{number}", after_tokens, fields)

@@ -1,4 +1,4 @@
-"""What routers say and hear, as the engine process hears and says it.
+"""Messages of routers, converted to and from the engine process' types.
 
 A new sampling field is written in three places: SamplingParams in protos/types.proto, SamplingParams in
 engine/request.py, and the router's schema with what it makes of it (router/api). Another field of a request is
@@ -29,7 +29,7 @@ from router.workers.model_workers import ModelLimits
 from worker.messages import Delta
 from worker.protobuf import failure_of, request_of, sampling_params, token_delta
 
-# Of every field a value that is not its default. Floats are exact in 32 bits.
+# For every field a value that is not its default. Floats are exact in 32 bits.
 SAMPLING: dict[str, Any] = {
     "max_tokens": 100,
     "min_tokens": 3,
@@ -53,7 +53,7 @@ SAMPLING: dict[str, Any] = {
     "prompt_logprobs": 20,
     "pooling": "mean",
 }
-NOT_CLIENTS = {"grammar", "prompt_logprobs", "pooling", "seed_is_drawn"}  # what becomes of other fields
+NOT_CLIENTS = {"grammar", "prompt_logprobs", "pooling", "seed_is_drawn"}  # conversions of other fields
 MESSAGE = pb.SamplingParams(
     **{
         **SAMPLING,

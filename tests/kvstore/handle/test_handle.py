@@ -1,4 +1,4 @@
-"""KV handles: what was written is read, and whatever a peer makes up is a typed error."""
+"""KV handles: they round-trip, and malformed ones of peers raise a typed error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shard_of(rank: int, size: int, **changes: Any) -> bytes:
 
 
 def changed(handle: pb.KvHandle, **fields: Any) -> pb.KvHandle:
-    """The handle with other values of some fields."""
+    """Return the handle with other values of some fields."""
     known = {field.name: getattr(handle, field.name) for field in handle.DESCRIPTOR.fields}
     return pb.KvHandle(**known | fields)
 
@@ -70,7 +70,7 @@ def test_shards_that_do_not_belong_together(shards: list[bytes]) -> None:
 
 
 def with_value(path: Sequence[int | str], value: object) -> pb.KvHandle:
-    """The handle with another value somewhere in its shard."""
+    """Return the handle with another value somewhere in its shard."""
     wire: Any = msgspec.msgpack.decode(SHARD)
     place = wire
     for key in path[:-1]:

@@ -1,4 +1,4 @@
-"""Heads split again: every pair of writer and reader ranks gets the bytes that slicing a whole block would give."""
+"""Resharding of heads: every pair of writer and reader ranks gets the bytes that slicing a whole block would give."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RANKS = [
 
 
 def spans(part: ShardPart, block_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(source, target, bytes) of every range that the part copies."""
+    """Return (source, target, bytes) of every range that the part copies."""
     copy = part.copy or HeadCopy(1, block_bytes, 0, block_bytes, 0, block_bytes)
     for i in range(copy.height):
         yield i * copy.source_pitch + copy.source_offset, i * copy.target_pitch + copy.target_offset, copy.width
@@ -127,7 +127,7 @@ def client_of(geometry: PoolGeometry, mine: Blocks, transport: str) -> KvClient:
 
 
 async def check_pulls(worker: Ranks, transport: str, readers: Sequence[PoolGeometry]) -> None:
-    """Each reader gets its part of the blocks, where it asked for them and nowhere else."""
+    """Check that each reader gets its part of the blocks, where it asked for them and nowhere else."""
     lease = worker.lease([4, 1, 2, 0, 5], transport)
     for geometry in readers:
         mine = empty_pool(geometry)
@@ -153,7 +153,7 @@ async def test_pools_of_other_ranks_arrive(
 
 
 def stages(*bounds: int) -> list[Shard]:
-    """In the order of a worker: the last stage first."""
+    """Return stages in a worker's order: the last stage first."""
     found = [Shard(layers=(first, stop)) for first, stop in pairwise(bounds)]
     return [found[-1], *found[:-1]]
 

@@ -1,4 +1,4 @@
-"""Keys: what they depend on, and that the incremental form equals the whole one."""
+"""Block keys: their inputs, and equality of incremental and whole computation."""
 
 import hashlib
 import struct

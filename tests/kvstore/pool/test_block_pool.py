@@ -106,7 +106,7 @@ def test_check_integrity_sees_a_block_in_two_states() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences come and go; a dict of references and one of keys say what the pool must show."""
+    """Sequences come and go; a dict of references and one of keys model the pool's state."""
 
     num_blocks = 6
 

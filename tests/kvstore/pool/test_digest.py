@@ -1,4 +1,4 @@
-"""The digest: its formula in three ways, and the damage it finds."""
+"""The digest: three implementations of its formula, and the damage that it detects."""
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ def test_every_single_bit_flip_is_found() -> None:
 
 
 def test_the_same_bit_flipped_in_two_words_is_found() -> None:
-    """Where sum(a_i * x_i) alone fails: for bit 63 always."""
+    """sum(a_i * x_i) alone may miss this: it always does for bit 63."""
     block = random_block(256)
     original = digest(block)
     for bit in range(64):

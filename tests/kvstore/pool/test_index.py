@@ -1,4 +1,4 @@
-"""The prefix index, a mirror that knows when it may be wrong, and the log of events that it follows."""
+"""The prefix index, which knows when it may be inexact, and the log of events that it follows."""
 
 import time
 

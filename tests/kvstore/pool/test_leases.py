@@ -1,4 +1,4 @@
-"""Leases: every reference that a lease holds is given back exactly once, whatever the order of events."""
+"""Leases: every reference that a lease holds is released exactly once, in any order of events."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Cells that count keys: no key that is there is missed, and few others are taken for one."""
+"""The counting filter of keys: no false negatives, few false positives."""
 
 from __future__ import annotations
 

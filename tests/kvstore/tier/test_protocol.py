@@ -1,4 +1,4 @@
-"""Two workers' sessions on one region, in any order, with requests that are right and wrong."""
+"""Two workers' sessions on one region, in any order, with valid and invalid requests."""
 
 from collections import Counter
 from typing import Any

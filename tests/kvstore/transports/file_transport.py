@@ -1,4 +1,4 @@
-"""A transport of one file: readers leave questions in a folder, and the owner writes a lease's blocks beside them."""
+"""A transport of one file: readers write requests into a folder, and the owner a lease's blocks next to them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ class FileReader:
 
 
 def put(path: Path, data: bytes) -> None:
-    """Let a whole file appear."""
+    """Write a file atomically."""
     path.with_suffix(".part").write_bytes(data)
     path.with_suffix(".part").rename(path)

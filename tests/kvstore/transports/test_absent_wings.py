@@ -1,4 +1,4 @@
-"""What a reader says of a worker of several ranks where nothing here splits heads: in the copy of tests/wings.py."""
+"""Errors of a reader that lacks the wing for pools of several ranks, in the copy of tests/wings.py."""
 
 from __future__ import annotations
 

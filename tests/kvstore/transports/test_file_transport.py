@@ -1,4 +1,4 @@
-"""A transport that nobody knows but a table: blocks of a lease, verified by their digests, from worker to worker."""
+"""A transport known only to a table: blocks of a lease, verified by digests, from worker to worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = {"file": "tests.kvstore.transports.file_transport:FileTransport"}
 
 
 class Worker:
-    """Memory and leases of a worker, as its engine process has them."""
+    """Memory and leases of a worker, as in its engine process."""
 
     def __init__(self, folder: Path, name: str, seed: int) -> None:
         self.memory = SharedPoolMemory(WorkerConfig(worker_id=name, run_dir=str(folder), kv_transport="file"))

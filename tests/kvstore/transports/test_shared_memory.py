@@ -1,4 +1,4 @@
-"""memfds: sealed, nameless, writable for whom they should be, and handed out to readers, also after a crash."""
+"""memfds: sealed, nameless, writable only for the right processes, handed out to readers, also after a crash."""
 
 import contextlib
 import fcntl

@@ -1,4 +1,4 @@
-"""Pulling by shared memory: what arrives, what is refused, and a peer that dies."""
+"""Pulls by shared memory: the bytes that arrive, refusals, and a peer that dies."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Frames and listeners: what is malformed, stale or taken."""
+"""Frames and listeners: malformed frames, stale and taken sockets."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Fewer threads while other programs want the cores, and all of them again when they have gone."""
+"""Fewer threads while other programs use the cores, and all of them again afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.cores.contention import MAX_RETRY_SECONDS, OBSERVE_SECONDS, RunQueue
 
 
 def run(limit: ThreadLimit, seconds: float, lacking: float, num_threads: int = 2, start: float = 0.0) -> list[int]:
-    """Threads used in each interval, on a machine where all of them together lack so many cores."""
+    """Return the threads used in each interval, on a machine that has `lacking` cores too few for all of them."""
     used = []
     for step in range(int(seconds / OBSERVE_SECONDS)):
         count = limit.apply(num_threads)

@@ -1,4 +1,4 @@
-"""Engines that compute share the cores equally, and one that dies leaves its part to the others."""
+"""Busy engines share the cores equally; the share of one that dies goes to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools that others map: a pull brings the right bytes (the device is the CPU), and memory may not be to be had."""
+"""Pools that others map: a pull copies the right bytes (the device is the CPU), and mapping may fail."""
 
 from __future__ import annotations
 

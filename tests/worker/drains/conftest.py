@@ -1,3 +1,3 @@
-"""A front with one router's stream, as the front's own tests have it."""
+"""A front with one router's stream, as in the front's own tests."""
 
 from tests.worker.front.test_front import attached  # noqa: F401

@@ -1,4 +1,4 @@
-"""What a draining worker tells routers, what it refuses, and when it may end."""
+"""A draining worker: its reports to routers, its refusals, and its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drain_of(attached: Attached) -> Drain:
 
 
 async def test_a_drained_worker_ends_when_routers_know_of_it(attached: Attached) -> None:
-    """What they have sent before is then here: a request that comes with the end would have to move."""
+    """By then their earlier requests have arrived: one that arrives at the end would have to move."""
     await anext(attached.reports)  # the snapshot
     drain = drain_of(attached)
     attached.command(drain_noted=pb.DrainNoted(num_drain_changes=drain.num_changes - 1))  # of an earlier one

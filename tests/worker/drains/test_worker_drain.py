@@ -1,4 +1,4 @@
-"""A drained worker finishes what it has, within the time it is given, and ends; until then it can be called back."""
+"""A drained worker finishes its requests within a time limit and ends; until then the drain can be undone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode_worker(tmp_path: Path) -> Iterator[Worker]:
 
 @asynccontextmanager
 async def drained(worker: Worker, grace_seconds: float) -> AsyncIterator[Stream]:
-    """A stream, and a worker that was asked to drain while requests are open: "open" waits for "long" to end."""
+    """Attach a stream and drain the worker while requests are open: "open" waits for "long" to end."""
     async with attached(worker) as stream, open_channel(worker.address) as channel:
         await stream.submit("long", sampling=MINUTE_LONG)
         await stream.submit("open")
@@ -79,7 +79,7 @@ async def test_undrain_takes_a_worker_back_until_sigterm_drains_it(decode_worker
 
 
 async def test_a_draining_prefill_worker_waits_for_its_readers(prefill_worker: Worker) -> None:
-    """A request between prefill and decode: its KV stays readable, and the worker ends when it was released."""
+    """A request between prefill and decode: its KV stays readable, and the worker ends once it is released."""
     async with attached(prefill_worker) as stream, open_channel(prefill_worker.address) as channel:
         _, handle = await prefill(stream, "p")
         await prefill_worker.stub(channel).Drain(pb.DrainRequest(grace_seconds=60.0), timeout=60)

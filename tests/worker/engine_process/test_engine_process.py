@@ -1,4 +1,4 @@
-"""The loop of the engine process, in this process, over a link that a test scripts."""
+"""The loop of the engine process, run in this process over a scripted link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker.messages import Command, StepReport, Stop
 
 
 class Peers:
-    """No leases, no exports, no loads."""
+    """Peers without leases, exports or loads."""
 
     num_open = 0
 
@@ -51,7 +51,7 @@ class Peers:
 
 
 class Link:
-    """Time passes only in `receive`, when nothing is there."""
+    """A link on which time passes only in `receive`, when no message is there."""
 
     def __init__(self, script: list[list[Any]]) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""What a worker says when its engine process ends while it loads."""
+"""Errors of a worker whose engine process ends while it loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.messages import Failed, Start, StepReport, Stop
 
 
 def start_instead(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine process be this program."""
+    """Start this program in place of the engine process."""
     start = asyncio.create_subprocess_exec
 
     async def start_other(*_command: str, **options: Any) -> asyncio.subprocess.Process:

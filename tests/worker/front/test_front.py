@@ -1,4 +1,4 @@
-"""A worker's front with an engine that does as the test says: KV that nobody will ask for is given back at once."""
+"""A worker's front with a scripted engine: KV that no reader will ask for is released at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cancel(request_id: str) -> pb.Command:
 
 
 class EngineProcess:
-    """Writes down what it is told; reports come from the test."""
+    """Records its commands; reports come from the test."""
 
     pid = os.getpid()
 
@@ -83,7 +83,7 @@ class Attached:
             yield await self.commands.get()
 
     async def submit(self) -> RequestId:
-        """The id under which the engine knows the request."""
+        """Submit a request; return the engine's id for it."""
         self.command(submit=pb.Submit(request_id="r", prompt_token_ids=pack_ids([1, 2, 3]), sampling=SAMPLING))
         await anext(self.reports)  # the snapshot
         return RequestId((await asyncio.wait_for(self.engine.submitted.get(), 60)).request_id)
@@ -178,7 +178,7 @@ async def test_what_routers_are_told_of_the_load_is_the_engines_and_both_process
 async def test_a_router_whose_command_meets_a_bug_loses_its_stream(
     attached: Attached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next commands would not be read: requests would hang until they are given up."""
+    """Otherwise its next commands would not be read, and requests would hang until their deadline."""
 
     def fail(*_: object) -> None:
         raise ValueError("a bug")

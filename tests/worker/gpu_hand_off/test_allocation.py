@@ -1,4 +1,4 @@
-"""A worker's pool on a GPU, played by the CPU: what is allocated, handed out and refused."""
+"""A worker's GPU pool, with the CPU as the device: allocation, hand-off and refusals."""
 
 from __future__ import annotations
 

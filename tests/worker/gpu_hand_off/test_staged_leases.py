@@ -1,4 +1,4 @@
-"""Blocks of device memory on their way to readers and from owners: the right bytes, no row and no block lost."""
+"""Device blocks staged for readers and from owners: the right bytes, no row and no block lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARTS = [SourcePart(PeerShard(LeaseId("l"), WorkerId("w"), EPOCH, GEOMETRY, Shar
 
 
 class Parts:
-    """A pool of a 'device' that is the CPU, and what stands in front of it."""
+    """A pool whose device is the CPU, and its staging."""
 
     def __init__(self) -> None:
         self.kv_pool = torch.randn(NUM_BLOCKS, 2, 2, 1, 4, 8)

@@ -1,4 +1,4 @@
-"""Blocks in GPU memory that are brought to shared memory for a reader, on the front's side."""
+"""Staging of GPU blocks in shared memory for a reader, on the front's side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A silent engine process: stopped, blocked or spinning ends its worker soon, starved never."""
+"""A silent engine process: a stopped, blocked or spinning one ends its worker soon, a starved one never."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STALL_SECONDS = 4.0
 
 
 def seconds_until_out(samples: Iterator[Threads], limit: float = 20.0) -> float | None:
-    """How long a silent process stays in service; None: for ever."""
+    """Return how long a silent process stays in service; None: for ever."""
     watch = ProgressWatch(STALL_SECONDS)
     assert watch.has_beaten(1)
     elapsed = 0.0
@@ -52,7 +52,7 @@ def seconds_until_out(samples: Iterator[Threads], limit: float = 20.0) -> float 
 
 
 def process(state: str, run_share: float = 0.0, wait_share: float = 0.0) -> Iterator[Threads]:
-    """An idle thread, and one with this state that runs and waits for so much of each second."""
+    """Make a process of an idle thread and one with this state, running and waiting for these parts of a second."""
     now = 0.0
     idle = "T" if state == "T" else "S"
     while True:
@@ -106,7 +106,7 @@ def running(program: str) -> Iterator[int]:
 
 
 def seconds_of(pid: int) -> float:
-    """That it ran, or, on a busy machine, waited for a core."""
+    """Return the seconds that it ran or, on a busy machine, waited for a core."""
     thread = sample_process(pid)[str(pid)]
     return thread.run_seconds + thread.wait_seconds
 
@@ -142,7 +142,7 @@ def test_a_start_is_idle_when_nothing_is_done(work: Callable[[float], Work], idl
 
 
 def test_work_of_children_counts() -> None:
-    """A parent that waits for the child that downloads."""
+    """A parent waits for a child that downloads."""
     child = "print(flush=True)\nwith open('/dev/zero', 'rb') as f:\n  while True: f.read(1 << 20)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with running(parent) as pid:

@@ -1,4 +1,4 @@
-"""Workers with an 8-bit KV cache: blocks travel as they are, and routers hear of their type."""
+"""Workers with an 8-bit KV cache: blocks are transferred as they are, and routers learn their dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases on an engine's blocks: what readers may have, and when blocks are free again."""
+"""Leases on an engine's blocks: the blocks for readers, and when they are free again."""
 
 from __future__ import annotations
 

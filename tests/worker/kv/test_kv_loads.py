@@ -1,4 +1,4 @@
-"""Loads between scheduler and puller: leases are let go, pulls end in the request's times and in the report."""
+"""Loads between scheduler and puller: leases are released; times and reports include pulls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILED = Pull(REQUEST_ID, False, "told to fail")
 
 
 class Parts:
-    """Loads between an engine and a puller that write down what they are told."""
+    """Loads between an engine and a puller that record their calls."""
 
     def __init__(self, kind: type[KvLoads] = KvLoads) -> None:
         self.told: list[tuple[Any, ...]] = []

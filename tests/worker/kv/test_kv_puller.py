@@ -1,4 +1,4 @@
-"""Loads in threads: whatever happens, the loop gets a result and the lease ends."""
+"""Loads in threads: in every case the loop gets a result and the lease ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latents that travel, from a worker of two ranks that expands them to one that attends to them as they are."""
+"""Transfer of MLA latents from a worker of two ranks, which expands them, to one that attends to them directly."""
 
 from __future__ import annotations
 

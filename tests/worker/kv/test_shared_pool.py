@@ -1,4 +1,4 @@
-"""Which transports a worker uses and offers: what it has, and what it was told."""
+"""The transports that a worker uses and offers, by its installation and its settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's metrics: what the engine process reports, under this worker's labels."""
+"""A worker's metrics: reports of the engine process under this worker's labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make() -> WorkerMetrics:
 
 
 def value(metrics: WorkerMetrics, name: str, *labels: str) -> float:
-    """The one sample of that name with these labels, besides this worker's."""
+    """Return the only sample of that name with these labels and the worker's."""
     wanted = {'model_name="m"', 'role="decode"', 'worker="d"', *labels}
     lines = re.findall(rf"^{name}{{(.*)}} (\S+)$", metrics._set.render().decode(), re.MULTILINE)
     [found] = [float(number) for text, number in lines if set(text.split(",")) == wanted]
@@ -79,7 +79,7 @@ WING = (
 
 
 def test_metrics_of_a_wing_are_shown_from_the_start_and_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A counter's totals, a gauge's values and observations, without a line of the worker's that names them."""
+    """A counter's totals, a gauge's values and observations, although no code of the worker names them."""
     monkeypatch.setattr("worker.metrics_port.worker_metrics.wing_specs", {"engine": WING}.get)
     metrics = make()
     metrics.observe(report())

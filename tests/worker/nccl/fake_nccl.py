@@ -1,4 +1,4 @@
-"""NCCL for tests without GPUs: messages over a socket, one after the other, in a thread that stands for a stream.
+"""NCCL for tests without GPUs: sequential messages over a socket, in a thread that stands for a stream.
 
 As with NCCL, a message whose peer does nothing never ends, and a peer's death goes unseen: only `abort` ends it.
 """
@@ -40,7 +40,7 @@ class FakeLink:
         self.num_done = self.num_posted = 0
         self.num_aborts = 0
         self.kept: tuple[torch.Tensor, ...] = ()
-        self.messages: list[int] = []  # bytes of those that were posted
+        self.messages: list[int] = []  # bytes of posted messages
         self._work: deque[Callable[[], None]] = deque()
         self._has_work = threading.Semaphore(0)
         threading.Thread(target=self._run, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The nccl transport between two pools, with a stand-in for NCCL: what arrives, what is refused, who hangs nobody."""
+"""The nccl transport between two pools, with a stand-in for NCCL: bytes, refusals, and peers that hang nobody."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Leases:
 
 
 class NcclOwner(Owner):
-    """A pool that is offered by NCCL, and by shared memory. `stall`: seconds that each send takes longer."""
+    """A pool that is offered by NCCL and by shared memory. `stall`: extra seconds of each send."""
 
     def __init__(self, folder: Path, name: str = "owner", seed: int = 0, token: str = "") -> None:
         super().__init__(folder, name=name, seed=seed)
@@ -153,7 +153,7 @@ def reader() -> Iterator[Reader]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody gives up because threads wait for a core."""
+    """Raise deadlines, so that waiting for a core ends no transfer."""
     monkeypatch.setattr(nccl, "TRANSFER_SECONDS", 100.0)
     monkeypatch.setattr(nccl_connection, "REPLY_SECONDS", 100.0)
     monkeypatch.setattr(client, "FALLBACK_SECONDS", 100.0)
@@ -164,7 +164,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def little_patience(reply_seconds: float = 100.0) -> Iterator[None]:
-    """A short time for transfers, and perhaps for replies, where they do not come."""
+    """Set short deadlines for transfers, and optionally for replies, that never come."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "TRANSFER_SECONDS", 0.5)
         patch.setattr(nccl_connection, "REPLY_SECONDS", reply_seconds)
@@ -173,7 +173,7 @@ def little_patience(reply_seconds: float = 100.0) -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """By which transfers under way know their deadlines; `later`: by how much it is fast."""
+    """Replace the clock for deadlines of transfers under way; `later`: by how much it is fast."""
     made = SimpleNamespace(later=0.0, sleep=time.sleep)
     made.monotonic = lambda: time.monotonic() + made.later
     monkeypatch.setattr(nccl_library, "time", made)
@@ -206,7 +206,7 @@ def test_what_arrives_is_verified(owner: NcclOwner, reader: Reader) -> None:
 
 @pytest.mark.parametrize("piece_blocks", [1, 4])
 def test_heads_are_split_again_on_the_way(piece_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks' pools with half of the heads each, into one with all of them."""
+    """From two ranks' pools with half of the heads each into one with all heads."""
     layout = full_attention(2, 2, 8, "float32")
     whole = torch.arange(6 * 2 * 2 * 2 * 4 * 8, dtype=torch.float32).view(6, 2, 2, 2, 4, 8)
     halves = [whole[:, :, :, rank : rank + 1].contiguous() for rank in range(2)]
@@ -441,7 +441,7 @@ class OwnerProcess:
         return self._pipe.recv()
 
     def stall(self) -> None:
-        """Let no send come to its end from now on."""
+        """Make every send hang from now on."""
         self._pipe.send(1000.0)
         assert self.word() == "told"
 

@@ -22,12 +22,12 @@ from worker.nccl.pool import NcclPool
 
 
 def nccl_on(kv_pool: torch.Tensor, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the next pool be one on that GPU, as NCCL sees it."""
+    """Place the next pool on that GPU, as NCCL sees it."""
     monkeypatch.setattr(nccl_transport, "open_nccl", lambda _: NcclPool(DevicePool(kv_pool), FakeNccl(gpu)))
 
 
 def test_blocks_travel_by_nccl_from_one_worker_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the GPUs: memory, leases of the engine, handles, and the reader's choice."""
+    """All is real except the GPUs: memory, leases of the engine, handles, and the reader's choice of transport."""
     (tmp_path / "owner").mkdir()
     sent, received = (torch.randn(GEOMETRY.num_blocks, GEOMETRY.block_bytes // 4) for _ in range(2))
     nccl_on(sent, "GPU-1", monkeypatch)

@@ -1,4 +1,4 @@
-"""Leases on prompts while they are computed: what they cover, and that digests are those of the blocks."""
+"""Leases on prompts that are being computed: the blocks that they cover, and these blocks' digests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PrefillWorker:
         return request
 
     def step(self, request: Request) -> tuple[list[pb.KvOffer], pb.KvHandle | None]:
-        """One turn of the loop: offers of parts of the request's prompt, and the handle on all of it."""
+        """Take one turn of the loop; return offers of parts of the request's prompt, and the handle on the whole."""
         whole = None
         outcome = self.engine.step()
         for output in outcome.outputs:
@@ -84,7 +84,7 @@ class PrefillWorker:
         raise AssertionError("the prompt is not computed")
 
     def check(self, handle: pb.KvHandle, num_blocks: int) -> None:
-        """The digests in a handle are those of its blocks as they are."""
+        """Check that the digests in a handle equal those of its blocks."""
         (shard,) = open_handle(handle).shards
         assert len(shard.block_ids) == num_blocks
         assert list(shard.digests) == digest_blocks(self.blocks[list(shard.block_ids)])

@@ -1,4 +1,4 @@
-"""Prefetches between scheduler and puller: what is offered to the engine, and how they end in the figures."""
+"""Prefetches between scheduler and puller: offers to the engine, and their outcomes in the metrics."""
 
 from __future__ import annotations
 

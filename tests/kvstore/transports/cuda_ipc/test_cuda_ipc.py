@@ -1,4 +1,4 @@
-"""Mappings of peers' GPU memory: which peer, which life, how long. The device here maps host memory instead."""
+"""Mappings of peers' GPU memory: by peer and epoch, and their lifetime. The device here maps host memory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ GRANULARITY = 2 << 20
 
 
 class Driver:
-    """Counts what is held. `fails` names the call that does not work, and its status."""
+    """Counts held resources. `fails` names the call that fails, and its status."""
 
     def __init__(self) -> None:
         self.fails: tuple[str, int] = ("", 0)

@@ -1,4 +1,4 @@
-"""Connections of a pool's readers, which end when its owner does."""
+"""Connections of a pool's readers, which end with its owner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kvstore.helpers import Owner
 
 
 def test_a_held_connection_outlives_other_clients(tmp_path: Path) -> None:
-    """Its end would mean that the owner is gone: what it mapped would be unmapped."""
+    """Its end would mean that the owner is gone, and the reader would unmap its memory."""
     owner = Owner(tmp_path)
     path = tmp_path / "held.sock"
     server = HeldServer(path, owner.info, reopen_read_only(owner.fd))

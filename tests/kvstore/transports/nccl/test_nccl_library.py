@@ -1,4 +1,4 @@
-"""The ctypes wrapper of libnccl: layouts, statuses, deadlines. What the library does is a Python object here."""
+"""The ctypes wrapper of libnccl: layouts, statuses, deadlines. A Python object stands in for the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NIXL between agents of one process and of two, over what UCX finds on this machine."""
+"""NIXL between agents of one process and of two, over the UCX transports of this machine."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def own_blocks(folder: Path, pipe: Connection) -> None:
 def test_an_owner_that_is_gone_or_stopped_costs_a_bounded_time(
     tmp_path: Path, agent: NixlAgent, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    """A stopped one may be read all the same: within a host, bytes come without its help."""
+    """A stopped one may still be read: within a host, transfers do not need it."""
     pipe, theirs = multiprocessing.Pipe()
     process = fork(own_blocks, tmp_path, theirs)
     theirs.close()

@@ -1,4 +1,4 @@
-"""Blocks of a worker by TCP: what the KvTransfer service grants, and what arrives."""
+"""Blocks of a worker by TCP: the KvTransfer service's grants, and the bytes that arrive."""
 
 import asyncio
 import contextlib
@@ -148,9 +148,9 @@ async def test_a_ticket_is_good_for_one_read(tmp_path: Path) -> None:
 
 
 def answer_to(port: int, message: bytes) -> bytes:
-    """What the block server answers, nothing where it hung up.
+    """Return the block server's answer, empty if it hung up.
 
-    It may do so before this side has written or shut its end, which any of the calls below may be told.
+    It may hang up before this side has written or shut its end, so any of the calls below may fail.
     """
     with socket.create_connection(("127.0.0.1", port), 60.0) as connection, contextlib.suppress(OSError):
         connection.sendall(message)
