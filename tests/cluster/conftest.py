@@ -21,6 +21,6 @@ def reference() -> LLM:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    """That of the file, whose workers all run: those that the test before has killed are started again."""
+    """Return the file's cluster with all workers running: those that the previous test killed are started again."""
     shared.start_killed()
     return shared

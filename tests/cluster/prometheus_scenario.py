@@ -1,4 +1,4 @@
-"""A cluster under load and faults with two Prometheus servers beside it, and what they see.
+"""A cluster under load and faults with two Prometheus servers, and their observations.
 
 Both scrape the same services: one with the job labels of our Compose file, one with those of a PodMonitor.
 """
@@ -32,7 +32,7 @@ QUIET_SECONDS, PATIENCE_SECONDS = 4.0, 40.0
 
 @dataclass
 class Observed:
-    """What was seen by each of SCHEMES; `quiet`: before load and faults."""
+    """Observations of each of SCHEMES; `quiet`: before load and faults."""
 
     values: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     values_while_quiet: dict[tuple[str, str], list[float]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Observed:
 
 
 def compose_scrapes(ports: dict[str, int]) -> list[dict[str, Any]]:
-    """The Compose file's jobs, at this cluster's ports, with its second router and without what it lacks."""
+    """Return the Compose file's jobs with this cluster's ports and second router, without services it lacks."""
     jobs = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
     for job in jobs:
         [group] = job["static_configs"]
@@ -55,7 +55,7 @@ def compose_scrapes(ports: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def kubernetes_scrapes(ports: dict[str, int]) -> list[dict[str, Any]]:
-    """Targets with the labels that the Prometheus operator gives those of a PodMonitor."""
+    """Return targets with the labels that the Prometheus operator gives those of a PodMonitor."""
 
     def target(name: str, port: int) -> dict[str, Any]:
         container = name.split("-")[0]
@@ -70,7 +70,7 @@ def kubernetes_scrapes(ports: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def variables(server: Prometheus) -> dict[str, str]:
-    """Values of a dashboard's variables as Grafana fills them in: all that each offers, or anything."""
+    """Return a dashboard's variables as Grafana fills them in: all values that each offers, or a wildcard."""
     found = {"$__rate_interval": RATE_INTERVAL, "$__range": RANGE}
     for variable in DASHBOARDS[0]["templating"]["list"]:
         if variable["type"] == "query":
@@ -85,7 +85,7 @@ def filled_in(expression: str, values: dict[str, str]) -> str:
 
 
 class Scenario:
-    """A cluster whose pools are too small, two Prometheus servers, and what is done to them."""
+    """A cluster whose pools are too small, two Prometheus servers, and the faults."""
 
     def __init__(
         self, cluster: Cluster, servers: dict[str, Prometheus], load: BackgroundLoad, expressions: Collection[str]
@@ -97,7 +97,7 @@ class Scenario:
         self.seen = Observed()
 
     def wait_for(self, *alerts: str) -> None:
-        """Until all servers have seen these alerts fire. What is late is for the tests to say."""
+        """Wait until all servers have seen these alerts fire. Tests report those that are late."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not all(set(alerts) <= server.fired() for server in self.servers.values()):
             if time.monotonic() > deadline:
@@ -133,7 +133,7 @@ class Scenario:
                 into[scheme, expression] = [float(sample["value"][1]) for sample in samples]
 
     def restart_services(self) -> None:
-        """A reader that cannot map its peer's pool any more, and an agent that comes and goes."""
+        """Restart services: a reader can no longer map its peer's pool, and an agent comes and goes."""
         services, self.load.level = self.cluster.services, 4  # starting takes the cores
         (self.cluster.folder / "run" / "prefill-0.kv.sock").unlink()
         services["decode-1"].kill()
@@ -169,7 +169,7 @@ class Scenario:
 
 
 def start_second_router(cluster: Cluster, metrics_port: int) -> None:
-    """As the first one, at other ports. The load does not ask it."""
+    """Start a router like the first, at other ports. The load does not use it."""
     [port] = free_ports(1)
     others = {"--port": port, "--metrics-port": metrics_port}
     names = [flag.partition("=")[0] for flag in cluster.services["router"].argv]

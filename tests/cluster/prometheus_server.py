@@ -1,4 +1,4 @@
-"""Debian's Prometheus as a process, with this project's alerts at another pace, and its HTTP API."""
+"""Debian's Prometheus as a process, with this project's alerts accelerated, and its HTTP API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sample = dict[str, Any]  # {"metric": labels, "value": [time, text]}
 
 
 def faster_rules(text: str) -> str:
-    """The same rules with every window and every `for` divided by FASTER; nothing else changes."""
+    """Return the rules with every window and every `for` divided by FASTER; nothing else changes."""
 
     def seconds(duration: re.Match[str], least: int) -> str:
         return f"{max(least, round(int(duration[1]) * SECONDS[duration[2]] / FASTER))}s"
@@ -65,7 +65,7 @@ class Prometheus:
         raise RuntimeError(f"prometheus is not ready:\n{self._log.read_text()[-2000:]}")
 
     def wait_for(self, expression: str, num_samples: int = 1) -> None:
-        """Until the expression has so many samples."""
+        """Wait until the expression has so many samples."""
         deadline = time.monotonic() + 30.0
         while len(self.query(expression)) != num_samples:
             assert time.monotonic() < deadline, f"{expression} does not come: {self.query('up')}"
@@ -78,21 +78,21 @@ class Prometheus:
         return found
 
     def label_values(self, series: str, label: str) -> list[str]:
-        """What a dashboard's variable `label_values(series, label)` offers."""
+        """Return the values that a dashboard's variable `label_values(series, label)` offers."""
         reply = self._http.get(f"/api/v1/label/{label}/values", params={"match[]": series}).json()
         found: list[str] = reply["data"]
         return found
 
     def firings(self) -> list[dict[str, str]]:
-        """Labels of all alerts that have been firing at any time."""
+        """Return the labels of all alerts that have been firing at any time."""
         return [sample["metric"] for sample in self.query('count_over_time(ALERTS{alertstate="firing"}[10m])')]
 
     def fired(self) -> set[str]:
-        """Their names."""
+        """Return the names of these alerts."""
         return {labels["alertname"] for labels in self.firings()}
 
     def summaries(self) -> set[str]:
-        """What alerts that are firing now tell people."""
+        """Return the summaries of the alerts that are firing now."""
         alerts = self._http.get("/api/v1/alerts").json()["data"]["alerts"]
         return {alert["annotations"]["summary"] for alert in alerts if alert["state"] == "firing"}
 

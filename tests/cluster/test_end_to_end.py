@@ -75,7 +75,7 @@ def test_many_at_once_equal_one_by_one(cluster: Cluster, one_engine: OneEngine) 
 @pytest.mark.wing("router.cluster_state")
 @pytest.mark.wing("router.completions_api")
 def test_a_client_that_leaves_frees_both_sides(cluster: Cluster) -> None:
-    cluster.wait_quiet()  # as the tests before do
+    cluster.wait_quiet()  # as the previous tests do
     for _ in range(5):  # on a busy machine this one may leave late
         before = num_generated(cluster)
         stream = cluster.client().completions.create(
@@ -90,5 +90,5 @@ def test_a_client_that_leaves_frees_both_sides(cluster: Cluster) -> None:
 
 
 def num_generated(cluster: Cluster) -> float:
-    """Tokens that have come to the router."""
+    """Return the number of tokens that have reached the router."""
     return metric(cluster.url, r"vllm:generation_tokens_total\{.*\}")

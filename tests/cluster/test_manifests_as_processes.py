@@ -1,4 +1,4 @@
-"""What the containers of k8s/ run, as processes of this machine: how KV travels between pods, and who waits for whom.
+"""The containers of k8s/ as processes of this machine: KV transfers between pods, and the start order.
 
 Arguments and variables are those of the manifests. Replaced are what a node gives (names, addresses, volumes), ports,
 and the model.
@@ -81,7 +81,7 @@ class Node:
         return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
     def _mapped(self, name: str, text: str) -> str:
-        """With the folder that stands for the volume of sockets of this container's pod."""
+        """Substitute the folder that stands for the socket volume of this container's pod."""
         workload = self.names[name]
         volumes = [v for v in self._rendered.pod(workload).get("volumes", []) if v["name"] == "sockets"]
         if not volumes:
@@ -94,7 +94,7 @@ class Node:
         return text.replace(SOCKETS, str(folder))
 
     def kv_transfers(self) -> dict[str, float]:
-        """Pulls of the decode worker by transport."""
+        """Return the decode worker's pulls by transport."""
         text = get(f"http://127.0.0.1:{self.metrics_ports['decode']}/metrics").text
         found = re.findall(r'^mini_infer_kv_transfers_total\{.*?transport="(\w+)".*?\} (\S+)$', text, re.M)
         return {transport: float(count) for transport, count in found}
@@ -147,7 +147,7 @@ def test_workers_wait_for_the_agent_of_their_node_and_use_it() -> None:
 
 
 def num_connections(path: Path) -> int:
-    """Connections that a Unix socket's server has accepted."""
+    """Return the number of connections that a Unix socket's server has accepted."""
     connected = "03"
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     return sum(1 for row in rows if row[-1] == str(path) and row[5] == connected)

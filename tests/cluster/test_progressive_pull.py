@@ -81,7 +81,7 @@ async def survive(cluster: Cluster, reference: LLM, kill: str, prompts: list[str
 
 
 async def test_prompts_that_give_way_on_either_side_keep_their_tokens(reference: LLM) -> None:
-    """Pools with room for one of the prompts. Urgent ones come until some have met others in mid-prompt."""
+    """Pools have room for one of the prompts. Urgent ones arrive until some have preempted others in mid-prompt."""
     engine, [port] = ("--model=dry-run", "--num-gpu-blocks=70", "--num-threads=1"), free_ports(1)
     roles = {"prefill": (*CHUNKED["prefill"], f"--metrics-port={port}")}
     with running_cluster(engine_args=engine, router_args=ALWAYS_PREFILL, role_args=roles) as cluster:

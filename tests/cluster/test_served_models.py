@@ -49,7 +49,7 @@ def test_each_model_answers_as_one_engine_with_it(cluster: Cluster, tiny: Path) 
 
 
 def test_kv_groups_travel_while_the_prompt_is_computed(cluster: Cluster) -> None:
-    """What all later queries read before the end, the rest after it; nothing is computed twice."""
+    """KV that all later queries read is pulled before the end, the rest after it; nothing is computed twice."""
     found = cluster.legs_of(cluster.ask("one more, " + PROMPT, 4, model="tiny").id)[-1]
     assert (found["transport"], found["kv_pull_failed"]) == ("tcp", False)
     assert found["prefetched_tokens"] == 128

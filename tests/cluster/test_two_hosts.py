@@ -1,4 +1,4 @@
-"""A prefill worker on another host: a network namespace, behind a link, that shares no files of the run directory."""
+"""A prefill worker on another host: a network namespace with a link, which shares no files of the run directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OtherHost:
     link: str
 
     def argv(self, hidden: str, *argv: str) -> list[str]:
-        """A command there, from whose eyes the folder `hidden` is an empty one. It keeps the process id."""
+        """Return a command that runs there and sees the folder `hidden` empty. It keeps the process id."""
         script = 'mount -t tmpfs -o mode=700 tmpfs "$0" && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--mount", "sh", "-c", script, hidden, *argv]
 
@@ -57,7 +57,7 @@ def other_host() -> Iterator[OtherHost]:
 
 
 def ask(cluster: Cluster, salt: str) -> tuple[str, dict[str, object]]:
-    """The answer, and how its decode worker got the KV. salt: of its own cache."""
+    """Return the answer, and how its decode worker got the KV. salt: separates its cached prefixes."""
     answer = cluster.ask(PROMPT, 12, cache_salt=salt)
     return answer.choices[0].text, cluster.legs_of(answer.id)[-1]
 

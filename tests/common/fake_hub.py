@@ -1,7 +1,7 @@
 """A model hub with one model, for `huggingface_hub`: no real one can be reached from a test.
 
-`python fake_hub.py ORG/NAME FOLDER PORT [TOKEN]` serves the files of FOLDER; with TOKEN, to those who send it.
-Imports the standard library alone, so that a container without this project can run it.
+`python fake_hub.py ORG/NAME FOLDER PORT [TOKEN]` serves the files of FOLDER; with TOKEN, to clients that send it.
+Imports only the standard library, so that a container without this project can run it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Tests look at `asked`."""
+        """Log nothing: tests look at `asked`."""
 
 
 FakeHub.handler = Handler

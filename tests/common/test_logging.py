@@ -1,4 +1,4 @@
-"""Lines that a stranger can cause do not fill the log, and those about a request name it."""
+"""Lines that strangers can cause do not fill the log; lines about a request name it."""
 
 from __future__ import annotations
 

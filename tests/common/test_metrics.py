@@ -1,4 +1,4 @@
-"""One list of metrics; what is not in it cannot be observed."""
+"""The list of all metrics; others cannot be observed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_a_process_that_is_gone_has_none() -> None:
 
 def test_what_the_heap_keeps_goes_back() -> None:
     pieces = [bytes(4000) for _ in range(20_000)]  # too small for mappings of their own
-    fence = bytes(4000)  # behind them: the heap's end cannot move below it
+    fence = bytes(4000)  # after them: the heap's end cannot move below it
     del pieces
     before = resident().private_bytes
     trim_heap()

@@ -40,7 +40,7 @@ class Trip(Settings):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of one wing and one folder without settings."""
+    """Make a package of one wing and one folder without settings."""
     monkeypatch.syspath_prepend(tmp_path)
     root = tmp_path / f"trips_{tmp_path.name}"
     for folder in (root, root / "flight", root / "plain"):

@@ -65,7 +65,7 @@ def test_it_follows_a_worker_that_has_become_slower() -> None:
 
 
 def test_one_late_step_of_few_tokens_is_no_cost_of_context() -> None:
-    """Which 50,000 tokens would multiply: a router refused requests, predicting a wait of 100 s."""
+    """50,000 tokens of context multiplied the error: a router predicted a wait of 100 s and refused requests."""
     times = StepTimes()
     for step in range(12):
         rows = 1 + step % 4
@@ -75,7 +75,7 @@ def test_one_late_step_of_few_tokens_is_no_cost_of_context() -> None:
 
 
 def test_ends_of_prompts_that_cost_nothing_beside_decode_rows_leave_the_cost_of_a_token() -> None:
-    """On a GPU their few tokens are multiplied with weights that the decode rows have read."""
+    """On a GPU their few tokens use weights that are read for the decode rows anyway."""
     times, rng = StepTimes(), random.Random(1)
     for step in range(400):
         rows, tokens = rng.randrange(1, 20), rng.randrange(400, 600)
@@ -115,7 +115,7 @@ def test_contexts_are_told_from_rows_and_tokens() -> None:
 
 
 def test_proportional_sizes_stay_where_they_were() -> None:
-    """A thousand steps whose rows and contexts tell the same thing give no wild slopes."""
+    """A thousand steps with proportional rows and contexts give no wild slopes."""
     times, rng = StepTimes(), random.Random(1)
     for _ in range(1000):
         rows = rng.randrange(1, 60)

@@ -1,4 +1,4 @@
-"""Token ids as bytes: what goes in comes out, and what is not ids is refused."""
+"""Token ids as bytes: they round-trip, and anything else is refused."""
 
 import struct
 

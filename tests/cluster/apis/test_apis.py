@@ -1,4 +1,4 @@
-"""What requests may ask for (APIs, tools, reasoning, chat templates) with what engines may do, by real processes.
+"""Features of requests (APIs, tools, reasoning, chat templates) with features of engines, by real processes.
 
 All APIs give the answer of one plain engine, whatever features compute it; tests/compatibility.toml says which.
 """
@@ -68,7 +68,7 @@ GEMMA2 = FAMILIES["gemma2"]
 
 @dataclass(frozen=True)
 class Kind:
-    """tiny: what `save` writes into a folder. numbers: settings that change an answer's tokens.
+    """tiny: the model that `save` writes. numbers: settings that change an answer's tokens.
 
     flags: of all workers. decode: of decode workers.
     """
@@ -89,7 +89,7 @@ def save_packed(tiny: Any, folder: Path) -> Path:
 
 
 def save_gguf(tiny: Any, folder: Path) -> Path:
-    """With its tokenizer inside, as such files are published."""
+    """Write a GGUF file with its tokenizer inside, as such files are published."""
     folder.mkdir()
     tokens = [*sorted(byte_level_alphabet()), *MARKERS, "<|end|>", "10", *map(str, range(1000, 1058))]
     tokenizer = {
@@ -133,7 +133,7 @@ KINDS = {
 
 @contextmanager
 def stage(port: int, folder: Path) -> Iterator[None]:
-    """The first stage of a worker, as another host would run it. 0: none."""
+    """Run the first stage of a worker, as another host would. 0: none."""
     if not port:
         yield
         return
@@ -157,7 +157,7 @@ class Served:
     transport: str | None  # of the prompt's KV
 
     def check(self, text: str) -> None:
-        """What a plain engine answers; or an answer as long, where numbers may differ."""
+        """Check that the answer is a plain engine's, or as long as that if numbers may differ."""
         if self.is_exact:
             assert text == self.expected.strip()
         assert len(text) > 3
@@ -206,13 +206,13 @@ def ask(served: Served, path: str, **fields: Any) -> Any:
 
 
 def ask_all(served: Served, *asked: tuple[str, dict[str, Any]]) -> list[Any]:
-    """All at once: in as many steps as the longest answer takes."""
+    """Ask all at once: in as many steps as the longest answer takes."""
     with ThreadPoolExecutor(len(asked)) as pool:
         return [*pool.map(lambda each: ask(served, each[0], **each[1]), asked)]
 
 
 def test_all_apis_reason_as_a_plain_engine_does(served: Served) -> None:
-    """A template opens the reasoning, which no random model closes."""
+    """A template opens the reasoning, which a random model never closes."""
     chat = ask(served, "chat/completions", **ASKED, max_tokens=NUM_TOKENS)
     served.check(chat["choices"][0]["message"]["reasoning"])
     assert served.cluster.legs_of(chat["id"])[-1]["transport"] == served.transport
@@ -226,7 +226,7 @@ def test_all_apis_reason_as_a_plain_engine_does(served: Served) -> None:
 
 
 def test_all_apis_call_a_tool(served: Served) -> None:
-    """The same one: a grammar is followed after a reasoning that is left out, and after a bounded one."""
+    """All call the same one: a grammar is followed without reasoning, and after a bounded one."""
     most, tools = 160, [{"type": "function", "function": FUNCTION}]
     one: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
     fields = {**ASKED, "max_tokens": most, "tools": tools, **one}
@@ -282,7 +282,7 @@ def test_all_at_once_with_vectors_and_log_probabilities(served: Served) -> None:
 
 
 def test_simulated_steps(tmp_path: Path) -> None:
-    """They follow no grammars: a request for a call that is required fails."""
+    """They follow no grammars, so a request that requires a call fails."""
     (tmp_path / "think.jinja").write_text(TEMPLATE)
     flags = ("--model=dry-run", f"--num-gpu-blocks={BLOCKS}", "--num-threads=1", "--simulated-steps=base=0.001")
     with running_cluster(

@@ -9,11 +9,11 @@ from tests.harness.cluster import Cluster, blocks_in_use, running_cluster
 from tests.harness.processes import until_stopped
 from tests.harness.waiting import until
 
-LEASE_SECONDS = 100  # longer than the test may take
+LEASE_SECONDS = 100  # longer than the test takes
 
 
 def num_open(cluster: Cluster) -> int:
-    """Requests of the router."""
+    """Return the number of the router's open requests."""
     state = cluster.get("/v1/cluster")
     return int(state["running"] + state["waiting"])
 

@@ -37,7 +37,7 @@ def state_of(cluster: Cluster, worker: str) -> str:
 
 
 async def stop_for_a_while(cluster: Cluster, reference: LLM, who: str) -> float:
-    """SIGSTOP parts of a worker under load; returns after how many seconds it was out of rotation."""
+    """SIGSTOP parts of a worker under load; return the seconds until it was out of rotation."""
     front = cluster.services["decode-0"].pid
     pids = {"engine": children(front), "front": [front], "both": [front, *children(front)]}[who]
     jobs = make_jobs(12, seed=5)
@@ -63,7 +63,7 @@ async def stop_for_a_while(cluster: Cluster, reference: LLM, who: str) -> float:
 
 
 async def stop_in_time(cluster: Cluster, reference: LLM, who: str) -> list[float]:
-    """Until it was out in time. A busy machine looks late now and then: one of three times is enough."""
+    """Stop it until it was out in time. A busy machine is late now and then: one of three times is enough."""
     seconds: list[float] = []
     while not seconds or (seconds[-1] >= OUT_SECONDS and len(seconds) < 3):
         seconds.append(await stop_for_a_while(cluster, reference, who))
@@ -91,7 +91,7 @@ async def test_twenty_stops(cluster: Cluster, reference: LLM, who: str) -> None:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Each in a session of its own, so that the kernel gives each as much as the whole cluster's processes."""
+    """Start each in its own session, so that the kernel gives each as much as the whole cluster's processes."""
     loops = [
         subprocess.Popen([sys.executable, "-c", BUSY_LOOP], stdout=subprocess.PIPE, start_new_session=True)
         for _ in range(count)
@@ -108,7 +108,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 async def starve(cluster: Cluster, reference: LLM, num_loops: int, seconds: float, num_streams: int) -> int:
-    """Bursts of streams beside busy loops; returns how many answers were right. None may be wrong or lost."""
+    """Send bursts of streams during busy loops; return how many answers were right. None may be wrong or lost."""
     num_right = 0
     deadline = time.monotonic() + seconds
     with busy_loops(num_loops):

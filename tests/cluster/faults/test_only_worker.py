@@ -15,7 +15,7 @@ from tests.harness.waiting import until
 
 
 async def run_round(cluster: Cluster, reference: LLM, num_streams: int, seed: int) -> None:
-    """All streams at once, and SIGKILL for the only decode worker at a random token. It is started again at once."""
+    """Run all streams at once; SIGKILL the only decode worker at a random token. It is restarted at once."""
     jobs = make_jobs(num_streams, seed)
     expected = await asyncio.to_thread(expected_texts, reference, jobs)
     kill_at = random.Random(seed).randrange(1, num_streams // 2)
@@ -32,7 +32,7 @@ async def run_round(cluster: Cluster, reference: LLM, num_streams: int, seed: in
 
 
 def told(cluster: Cluster) -> dict[str, Any]:
-    """What the router says: requests that run or wait, and of each worker, whether it decodes, and its losses."""
+    """Return the router's running and waiting requests, and for each worker whether it decodes and its losses."""
     found = cluster.get("/v1/cluster")
     workers = [(worker["id"] == "decode-0", worker["times_lost"]) for worker in found["workers"]]
     return {"requests": found["running"] + found["waiting"], "workers": workers}

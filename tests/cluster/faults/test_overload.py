@@ -39,7 +39,7 @@ async def ask(client: httpx.AsyncClient, number: int) -> Answer:
 
 
 async def capacity(client: httpx.AsyncClient, seconds: float) -> float:
-    """Requests a second with every slot taken."""
+    """Measure requests per second with every slot taken."""
     num_done, deadline = 0, time.monotonic() + seconds
 
     async def one_after_the_other() -> None:
@@ -54,7 +54,7 @@ async def capacity(client: httpx.AsyncClient, seconds: float) -> float:
 
 
 async def offer(cluster: Cluster, factor: float, seconds: float) -> tuple[float, list[Answer]]:
-    """The capacity, and the answers to `factor` times as many requests, sent at a steady rate."""
+    """Return the capacity, and the answers to `factor` times as many requests, sent at a steady rate."""
     limits = httpx.Limits(max_connections=1000)
     async with httpx.AsyncClient(base_url=cluster.url, timeout=100.0, limits=limits) as client:
         rate = await capacity(client, 2.0)

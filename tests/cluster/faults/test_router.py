@@ -23,7 +23,7 @@ PATIENT = "--worker-timeout-seconds=250"  # with a decode worker that is stopped
 
 @contextmanager
 def stopped_after_a_token(cluster: Cluster) -> Iterator[Iterator[openai.types.Completion]]:
-    """A stream that has begun, and whose decode worker is stopped before its end is told."""
+    """Start a stream whose decode worker is stopped after a token, before it reports the end."""
     decode = cluster.services["decode-0"]
     for _ in range(10):  # a busy machine may have computed and told all of it first
         stream = iter(

@@ -20,7 +20,7 @@ OBJECTIVES = ("--ttft-objective-ms=1000", "--itl-objective-ms=100")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Decode workers with few seats: what finds none is kept, and moves when prompts come."""
+    """Start decode workers with few seats: a request without one is kept, and moves when prompts arrive."""
     seats = {"decode": ("--max-num-seqs=4",)}
     with running_cluster(
         2, 2, engine_args=ENGINE, worker_args=SHORT_LEASES, router_args=OBJECTIVES, role_args=seats
@@ -29,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def streams(count: int, seed: int, max_tokens: int = 420) -> list[Job]:
-    """Long answers, greedy and seeded."""
+    """Make requests with long answers, greedy and seeded."""
     return [
         Job(f"stream {seed} {i} " + "x" * 30, max_tokens, temperature=0.9 * (i % 2), seed=seed + i, priority=0)
         for i in range(count)
@@ -37,14 +37,14 @@ def streams(count: int, seed: int, max_tokens: int = 420) -> list[Job]:
 
 
 def prompts(count: int, seed: int) -> list[Job]:
-    """Long prompts with short answers."""
+    """Make requests with long prompts and short answers."""
     return [
         Job(f"prompt {seed} {i} " + "y" * 400, 4, temperature=0.9, seed=seed + i, priority=0) for i in range(count)
     ]
 
 
 async def counted(http: httpx.AsyncClient) -> dict[str, float]:
-    """Moves, and placements by kind."""
+    """Return the numbers of moves, and of placements by kind."""
     text = (await http.get("/metrics")).text
     kinds = re.findall(r'mini_infer_placements_total\{.*placement="(\w+)"\} (\S+)', text)
     moves = re.findall(r"mini_infer_moves_total\{.*\} (\S+)", text)
@@ -52,7 +52,7 @@ async def counted(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 async def ask_all(cluster: Cluster, *groups: list[Job]) -> list[str]:
-    """The texts; each group is sent a moment after the one before."""
+    """Return the texts; each group is sent a moment after the previous one."""
     async with async_client(cluster.url) as client:
         tasks = []
         for group in groups:
@@ -62,7 +62,7 @@ async def ask_all(cluster: Cluster, *groups: list[Job]) -> list[str]:
 
 
 async def run_with_drain(cluster: Cluster, seed: int, kill: str = "") -> tuple[list[Job], list[str], float]:
-    """Streams until one is kept; then prefill workers drain, so that it moves, and `kill` may die.
+    """Run streams until one is kept; then drain prefill workers, so that it moves; `kill` may be killed.
 
     Returns the jobs, their texts and the number of moves.
     """
@@ -88,7 +88,7 @@ async def run_with_drain(cluster: Cluster, seed: int, kill: str = "") -> tuple[l
 
 
 async def check_explanation(cluster: Cluster) -> None:
-    """Placements and predictions of a request, on workers that have been measured."""
+    """Check placements and predictions of a request, on workers that have been measured."""
     body = {"model": "dry-run", "prompt": "z" * 300, "max_tokens": 4}
     async with httpx.AsyncClient(base_url=cluster.url, timeout=100) as client:
         response_id = (await client.post("/v1/completions", json=body)).json()["id"]
@@ -104,7 +104,7 @@ async def check_explanation(cluster: Cluster) -> None:
 async def test_kept_and_moved_answers_are_equal_also_when_a_worker_dies(
     cluster: Cluster, reference: LLM, kill: str
 ) -> None:
-    """Answers are right in every attempt. In some a kept request ends before it could move: then again."""
+    """Answers are right in every attempt. If a kept request ends before it could move, it is repeated."""
     for attempt in range(8):
         await asyncio.to_thread(cluster.start_killed)
         await ask_all(cluster, streams(8, 100), prompts(20, 100))  # measures the workers

@@ -18,7 +18,7 @@ TINY = TinyModel("Llama", {**SHAPE, "vocab_size": TOKENIZER.vocab_size, "num_hid
 
 @torch.inference_mode()
 def expected(pooling: str) -> torch.Tensor:
-    """(texts, hidden), normalized."""
+    """Return transformers' vectors (texts, hidden), normalized."""
     model = TINY.build()
     found = []
     for text in TEXTS:

@@ -45,7 +45,7 @@ def test_tiny_pools_with_a_node_agent(expected: list[str], preemption: str) -> N
 
 
 def test_the_tier_outlives_a_worker(expected: list[str]) -> None:
-    """What one life of a worker evicted is a cache hit of the next one."""
+    """Blocks that a worker evicted are cache hits after its restart."""
     args = ["--model=dry-run", "--num-gpu-blocks=40", "--num-threads=1"]
     with running_cluster(num_prefill=0, engine_args=args, with_agent=True) as cluster:
         assert complete_all(cluster) == expected

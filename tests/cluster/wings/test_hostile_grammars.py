@@ -1,4 +1,4 @@
-"""Grammars that are made to take long cost other streams nothing that shows, and take no worker down."""
+"""Hostile grammars do not slow down other streams noticeably, and stop no worker."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def engine_bytes(cluster: Cluster) -> dict[str, int]:
-    """What each engine process has in memory."""
+    """Return the memory of each engine process."""
     found = {}
     for name, service in cluster.services.items():
         for pid in children(service.pid) if name != "router" else [service.pid]:
@@ -117,7 +117,7 @@ def engine_bytes(cluster: Cluster) -> dict[str, int]:
 
 
 async def longest_gap(client: openai.AsyncOpenAI, work: Awaitable[None]) -> float:
-    """The longest time between two chunks of one of NUM_STREAMS plain streams while the work is done."""
+    """Return the longest time between two chunks of one of NUM_STREAMS plain streams while the work is done."""
     gaps = [0.0]
     is_over = False
 
@@ -147,7 +147,7 @@ async def longest_gap(client: openai.AsyncOpenAI, work: Awaitable[None]) -> floa
 
 
 async def ask(client: httpx.AsyncClient, fields: dict[str, Any]) -> tuple[int, str]:
-    """The answer's status, and what a refusal says."""
+    """Return the answer's status, and the message of a refusal."""
     body = {"model": "dry-run", "prompt": "a", "max_tokens": 80, "temperature": 1.0, "seed": 1, **fields}
     reply = await client.post("/v1/completions", json=body)
     return reply.status_code, reply.json()["error"]["message"] if reply.status_code != 200 else ""
@@ -157,7 +157,7 @@ async def ask(client: httpx.AsyncClient, fields: dict[str, Any]) -> tuple[int, s
 async def test_hostile_grammars_cost_others_nothing(
     cluster: Cluster, request: pytest.FixtureRequest, num_random: int
 ) -> None:
-    """The loads that stopped engines once, and random ones; beside as many harmless grammars."""
+    """Loads that once stopped engines, and random ones, compared with as many harmless grammars."""
     first_seed = 100 * request.node.callspec.indices["cluster"]
     loads = [
         [{"structured_outputs": {"regex": f"x{{{i + 1}}}{BOMB}"}} for i in range(12)],

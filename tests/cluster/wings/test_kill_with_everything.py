@@ -55,7 +55,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Streamed:
-    """One choice: chunks come as steps do, what they sum to does not."""
+    """One choice: chunks depend on steps, their sum does not."""
 
     text: str = ""
     calls: dict[int, list[str]] = field(default_factory=dict)  # name and arguments

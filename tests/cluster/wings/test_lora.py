@@ -42,7 +42,7 @@ def shared(folder: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def expected(shared: Cluster, folder: Path) -> dict[str, str]:
-    """Greedy answers of one engine, by the adapter."""
+    """Return greedy answers of one engine by adapter."""
     tokenizer = load_tokenizer(resolve_model("dry-run"))
     engine = assemble(engine_config("dry-run", num_gpu_blocks=512, num_threads=1, enable_lora=True)).engine
     found = {}
@@ -80,7 +80,7 @@ def test_adapters_of_the_start_are_models(cluster: Cluster, expected: dict[str, 
 
 
 def test_adapters_come_and_go_while_serving(cluster: Cluster, folder: Path, expected: dict[str, str]) -> None:
-    """Three, where workers keep two."""
+    """There are three adapters, and workers keep two."""
     for name in ("painter", "sculptor"):
         answer = load(cluster, name, folder / name)
         assert (answer.status_code, answer.text) == (200, f"Success: LoRA adapter '{name}' added successfully.")
@@ -101,7 +101,7 @@ def test_adapters_come_and_go_while_serving(cluster: Cluster, folder: Path, expe
 
 
 def test_placement_counts_the_read_of_an_adapter_that_a_worker_lacks(cluster: Cluster, folder: Path) -> None:
-    """What else a placement costs was measured on a machine that other tests share, and may weigh more here."""
+    """Other costs of a placement are measured on a machine that other tests share, and may be larger here."""
     write_adapter(folder / "singer", SHAPES, seed=9)
     assert load(cluster, "singer", folder / "singer").status_code == 200
     cluster.services["decode-0"].kill()  # it comes back without

@@ -13,7 +13,7 @@ from tests.harness.cluster import Cluster, free_ports, metric, running_cluster
 
 ENGINE = ("--model=dry-run", "--num-gpu-blocks=256", "--quant-mode=none")
 PROMPTS = ["Hello", "The quick brown fox jumps over the lazy dog. " * 5, "x" * 400]
-# Few tokens to choose from: what was said comes again, and is drafted.
+# Few tokens to choose from, so that answers repeat themselves and are drafted.
 GREEDY = {"max_tokens": 60, "temperature": 0.0, "extra_body": {"ignore_eos": True, "allowed_token_ids": [97, 98, 99]}}
 SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 5, "presence_penalty": 0.4, "logprobs": 2}
 
@@ -26,7 +26,7 @@ def expected_texts(reference: LLM) -> list[str]:
 
 
 def texts(cluster: Cluster) -> list[str]:
-    """Of all prompts at once, streamed; log-probabilities fit the tokens."""
+    """Stream all prompts at once; return their texts. Checks that log-probabilities fit the tokens."""
 
     def ask(asked: tuple[str, dict[str, Any]]) -> str:
         prompt, options = asked
@@ -44,7 +44,7 @@ def texts(cluster: Cluster) -> list[str]:
 
 
 def test_drafts_change_no_answer(reference: LLM, tmp_path: Path) -> None:
-    """Nor do those of a head that two ranks verify: a third of them is right, of three tokens to choose from."""
+    """Nor do a head's drafts that two ranks verify: a third is right, with three tokens to choose from."""
     size, vocab_size = DRY_RUN_CONFIG.hidden_size, DRY_RUN_CONFIG.vocab_size
     changes = {"hidden_size": size, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
     head = RandomHead(changes, draft_vocab=0, vocab_size=vocab_size, model_size=size).save(tmp_path / "head")

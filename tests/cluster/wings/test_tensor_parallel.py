@@ -1,4 +1,4 @@
-"""Workers of several ranks through HTTP: the tokens of one rank, whoever reads whose KV, and after a rank's death."""
+"""Workers of several ranks through HTTP: the tokens of one rank, whichever reads KV, and after a death."""
 
 from __future__ import annotations
 

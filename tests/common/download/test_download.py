@@ -1,4 +1,4 @@
-"""Downloads from a hub on loopback that breaks off in the middle, and is out of reach."""
+"""Downloads from a hub on loopback that breaks off in the middle or cannot be reached."""
 
 import os
 import shutil
@@ -85,7 +85,7 @@ def command(folder: Path) -> list[str]:
 
 
 def download_into_cache(endpoint: str, home: Path, **more: str) -> str:
-    """The folder that was found, or the error."""
+    """Return the folder that was found, or the error."""
     code = (
         "from common.download.hub import download\nfrom common.errors import ConfigError\n"
         f"try: print(download({HUB_ID!r}))\nexcept ConfigError as error: print(error)"

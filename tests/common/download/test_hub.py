@@ -1,4 +1,4 @@
-"""A hub id as `--model`: what a process of its own finds on a hub that runs here."""
+"""A hub id as `--model`: files that a new process finds on a hub that runs here."""
 
 import os
 import subprocess
@@ -45,9 +45,9 @@ for model, needs_weights in ast.literal_eval(sys.argv[1]):
 
 
 def resolve_elsewhere(hub: FakeHub, home: Path, token: str, *models: tuple[str, bool]) -> list[str]:
-    """What a new process finds, a line each: huggingface_hub reads its environment when it is imported.
+    """Return what a new process finds, a line each: huggingface_hub reads its environment when it is imported.
 
-    models: and whether their weights are needed.
+    models: with whether their weights are needed.
     """
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
     env |= {"HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}

@@ -1,4 +1,4 @@
-"""Pieces that pre-tokenizers make of a text: beside transformers' for names that it knows, and published ones."""
+"""Pieces of texts by pre-tokenizers, compared with transformers' for the names it knows, and with published ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers that GGUF metadata describes, from small files written here."""
+"""Tokenizers from GGUF metadata, in small files written here."""
 
 from __future__ import annotations
 

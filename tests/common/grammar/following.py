@@ -22,7 +22,7 @@ def allows(grammar: str, text: str) -> bool:
 
 
 def random_text(grammar: str, seed: int) -> str:
-    """One that follows the grammar; long ones come to their end soon."""
+    """Make a random text that follows the grammar; long ones end soon."""
     rng, matcher = random.Random(seed), GRAMMARS.start(grammar).result()
     output: list[int] = []
     while True:

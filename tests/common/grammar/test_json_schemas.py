@@ -1,4 +1,4 @@
-"""Schemas are closed where that takes nothing away, and formats are left out where nobody can follow them."""
+"""Schemas are closed where that excludes no intended value, and unsupported formats are left out."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ SCHEMAS: list[tuple[dict[str, Any], list[Any]]] = [
 
 @pytest.fixture(autouse=True)
 def _masks_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine reached the bound on an answer's masks once; these tests are of what is allowed."""
+    """Raise the bound on the time of masks, which a busy machine reached once; these tests check allowed values."""
     monkeypatch.setattr(grammars, "ANSWER_SECONDS", 10.0)
 
 
@@ -181,7 +181,7 @@ def test_a_schema_of_too_many_schemas_is_left_alone(monkeypatch: pytest.MonkeyPa
 
 
 def _nested(depth: int) -> dict[str, Any]:
-    """Options of options that refer to the next level, all of which may overlap."""
+    """Make a schema of nested options that refer to the next level, all of which may overlap."""
     levels = {
         f"l{i}": {
             "oneOf": [{"properties": {name: {"$ref": f"#/$defs/l{i + 1}"}}, "required": ["k"]} for name in "abcdefgh"]
@@ -192,7 +192,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 def _doubled(depth: int) -> dict[str, Any]:
-    """Two objects that differ nowhere, and tell so only after 2 to the power of `depth` comparisons."""
+    """Make two equal objects, whose comparison takes 2 to the power of `depth` steps."""
     levels = {
         f"l{i}": {
             "type": "object",

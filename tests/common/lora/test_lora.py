@@ -1,4 +1,4 @@
-"""What an adapter's config asks for and what is refused of it, and --lora-modules in vLLM's two forms."""
+"""Adapter configs, supported and refused, and --lora-modules in vLLM's two forms."""
 
 from __future__ import annotations
 

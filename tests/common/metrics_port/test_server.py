@@ -49,7 +49,7 @@ def test_a_client_that_leaves_is_not_worth_a_line(url: str, capfd: pytest.Captur
         with socket.create_connection((host, int(port))) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
             connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        # Few connections wait at once: the kernel drops what is beyond the queue, and tries again after a second.
+        # Few connections at once: the kernel drops those beyond the queue, and they are retried after a second.
         assert get(f"{url}/metrics").status_code == 200
     lines = capfd.readouterr().err.splitlines()
     assert not [line for line in lines if "chttp2_transport" not in line]  # gRPC's threads of other tests

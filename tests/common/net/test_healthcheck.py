@@ -12,7 +12,7 @@ from common.net.rpc import RpcServer
 
 
 async def http_server(reply: bytes | None):
-    """A server that answers one request, or never (None), and an event that is set when its connection is closed."""
+    """Start a server that answers one request, or never (None); the event is set when its connection is closed."""
     closed = asyncio.Event()
 
     async def answer(reader, writer):
@@ -69,7 +69,7 @@ def test_nobody_listens_is_exit_code_1(capsys):
 
 
 def test_the_file_runs_by_its_path_without_site_packages():
-    """As Compose runs it: what it imports for HTTP is little, and from the standard library."""
+    """Compose runs it so: for HTTP it imports little, all from the standard library."""
     with socketserver.TCPServer(("127.0.0.1", 0), Ok) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/readyz"

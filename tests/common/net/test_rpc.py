@@ -1,4 +1,4 @@
-"""What strangers can send to an internal gRPC port: refused before it is received, and never much of it held."""
+"""Unauthorized calls to an internal gRPC port are refused before they are received; little of them is buffered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from protos import kvstore_pb2, kvstore_pb2_grpc
 from worker.service import STOP_SECONDS
 
 NUM_CALLS = 8
-LITTLE = 2  # messages: of each call not asked for yet, gRPC buffers one window, which is much less
+LITTLE = 2  # messages: of a call that is not read yet, gRPC buffers one window, which is much less
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
 
 
@@ -29,7 +29,7 @@ class Echo(kvstore_pb2_grpc.KvTransferServicer):  # type: ignore[misc]
 
 
 def serve(pipe: Connection) -> None:
-    """A process with one server, whose memory can be measured."""
+    """Run one server in a process, whose memory can be measured."""
 
     async def run() -> None:
         server = RpcServer("127.0.0.1", 0, "secret")
@@ -44,7 +44,7 @@ def serve(pipe: Connection) -> None:
 
 @asynccontextmanager
 async def server_process() -> AsyncIterator[tuple[str, int]]:
-    """Its address and process id."""
+    """Start the server; return its address and process id."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,))
@@ -64,7 +64,7 @@ def peak_mb(pid: int) -> float:
 
 
 async def codes_of(address: str, method: str, message: bytes) -> list[str]:
-    """Status names of `NUM_CALLS` calls at once, each on a connection of its own, without a token."""
+    """Return the status names of `NUM_CALLS` calls at once, each on a connection of its own, without a token."""
 
     async def call() -> str:
         async with grpc.aio.insecure_channel(address, options=UNLIMITED) as channel:
@@ -150,7 +150,7 @@ async def test_hosts_of_ipv6_are_listened_on(host: str) -> None:
 
 
 async def test_a_stop_does_not_wait_for_peers_that_have_no_call_open() -> None:
-    """A blocking channel reads nothing, no end of the connection either, while it has no call open."""
+    """A blocking channel without an open call reads nothing, not even the end of the connection."""
     server = RpcServer("127.0.0.1", 0)
     server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, Echo(), "mini_infer.v1.KvTransfer")
     await server.start()

@@ -1,4 +1,4 @@
-"""Chunks of prompts that keep an objective for the time between tokens."""
+"""Prompt chunks that meet an objective for the time between tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRUE = StepCost(base=0.004, row=20e-6, prompt=0.001, prompt_token=20e-6)
 
 
 def test_steps_with_prompts_correct_decode_rows_that_look_too_slow() -> None:
-    """Under load no step is without prompts, and an objective leaves few of their tokens to a slow step."""
+    """Under load every step has prompts, and an objective allows few prompt tokens in a slow step."""
     times, objective = StepTimes(), 0.025
     for step in range(40):
         rows = 1 + step % 3

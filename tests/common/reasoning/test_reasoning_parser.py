@@ -1,4 +1,4 @@
-"""Reasoning and answer, told apart in texts that are cut anywhere."""
+"""Separation of reasoning and answer in texts that are split anywhere."""
 
 from __future__ import annotations
 

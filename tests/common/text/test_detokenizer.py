@@ -1,4 +1,4 @@
-"""Streamed text is the whole text, whatever the tokens and however they arrive."""
+"""Streamed text adds up to the whole text, for any tokens and any split into pieces."""
 
 from __future__ import annotations
 

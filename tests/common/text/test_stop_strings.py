@@ -1,4 +1,4 @@
-"""The end of a text does not depend on how it was cut into pieces."""
+"""The end of a text does not depend on how it was split into pieces."""
 
 from __future__ import annotations
 

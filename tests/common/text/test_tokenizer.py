@@ -1,4 +1,4 @@
-"""The default model's tokenizer against transformers, and what no text may do."""
+"""The default model's tokenizer compared with transformers, and hostile texts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SPELLABLE = {byte for char, byte in byte_level_alphabet().items() if SMOL._backe
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
-    """transformers' tokenizer of the same file; AutoTokenizer gives the same, ten times as slowly."""
+    """Return transformers' tokenizer of the same file; AutoTokenizer gives the same, ten times as slowly."""
     from transformers import PreTrainedTokenizerFast
 
     path = resolve_model("").path
@@ -132,7 +132,7 @@ def test_special_text_in_tool_names_and_keys_is_broken_up() -> None:
 
 
 def test_json_that_is_nested_too_deep_is_refused() -> None:
-    """Arguments of a call come from a model, by way of the client."""
+    """The model writes a call's arguments, and the client sends them back."""
     template = "{{ messages[0].tool_calls | tojson }}{{ '<|im_end|>' }}"
     tokenizer = Tokenizer(SMOL._backend, bos_id=None, eos_token_ids=[2], templates={"default": template})
     for text in ("x", "<|im_start|>"):
@@ -228,7 +228,7 @@ def test_hash_is_stable_and_distinguishes() -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A Hugging Face directory with a byte-level tokenizer."""
+    """Make a Hugging Face directory with a byte-level tokenizer."""
     DRY_RUN._backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(

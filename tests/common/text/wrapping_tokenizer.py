@@ -12,7 +12,7 @@ BOS, EOS = 256, 257
 
 
 def wrapping_tokenizer() -> Tokenizer:
-    """The dry run's, with BOS before a text and EOS after it."""
+    """Make the dry run's tokenizer with BOS before a text and EOS after it."""
     backend = tokenizers.Tokenizer.from_str(DRY_RUN._backend.to_str())
     backend.post_processor = TemplateProcessing("<bos> $A <eos>", None, [("<bos>", BOS), ("<eos>", EOS)])
     return Tokenizer(backend, bos_id=BOS, eos_token_ids=[EOS], templates={}, vocab_size=DRY_RUN.vocab_size)

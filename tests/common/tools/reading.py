@@ -1,4 +1,4 @@
-"""Calls read from a text that comes in pieces, as a client adds them up."""
+"""Calls parsed from a text in pieces, as a client adds them up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def added_up(deltas: Iterable[CallDelta]) -> list[Call]:
 def parsed(
     pieces: Iterable[str], written: ToolFormat, functions: Mapping[str, Any] = FUNCTIONS, **options: bool
 ) -> tuple[str, list[Call]]:
-    """Text and calls."""
+    """Return text and calls."""
     parser = ToolCallParser(written, functions, **options)
     found = [parser.push(piece) for piece in pieces]
     shown = "".join(text for text, _ in found) + parser.finish()
@@ -42,6 +42,6 @@ def parsed(
 
 
 def in_pieces(text: str, data: st.DataObject) -> Sequence[str]:
-    """The text, cut anywhere."""
+    """Split the text anywhere."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=20)))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -62,7 +62,7 @@ TIME_TAGS = "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"
 HERMES_WEATHER = "get_weather", '{"city": "</tool_call> \\"}{"}'
 HERMES_TIME = "get_time", '{"zone": "é\\u00e9", "big": 123456789012345678901234567890}'
 WEATHER_TEXT, TIME_TEXT = call_text(*HERMES_WEATHER), call_text(*HERMES_TIME)
-LATE = f'{{"arguments": {{"city": "{"x" * 120}"}}, "name": "get_weather"}}'  # the name, where nobody waits for it
+LATE = f'{{"arguments": {{"city": "{"x" * 120}"}}, "name": "get_weather"}}'  # the name, without waiting for it
 BARE, OSLO = '{"name": "get_weather", "arguments": {"city": "Oslo"}}', ("get_weather", '{"city": "Oslo"}')
 HERMES_CASES: list[tuple[str, str, list[Call]]] = [
     (f"{WEATHER_TEXT}\n{TIME_TEXT}", "", [HERMES_WEATHER, HERMES_TIME]),
@@ -193,7 +193,7 @@ CASES: list[tuple[ToolFormat, str, str, list[Call]]] = [
         (r"city='\d\/'", r'{"city": "\\d\\/"}'),
         ("at=[(1,), {'a': 1,}],", '{"at": [[1], {"a": 1}]}'),
         ("from='Oslo', user-id=1", '{"from": "Oslo", "user-id": 1}'),
-        # Once a call has begun, what is no literal is a text.
+        # Once a call has begun, a value that is no literal is a string.
         ('"Oslo", at={1, 2}', '{"city": "Oslo", "at": "{1, 2}"}'),
         ("city='Oslo', at=f'{a}, b', days=2", '{"city": "Oslo", "at": "f\'{a}, b\'", "days": 2}'),
         ("city='Oslo', city='Bergen'", '{"city": "Oslo"}'),

@@ -1,4 +1,4 @@
-"""Calls are taken out of a text as it arrives, and how it was cut does not matter."""
+"""Calls are parsed from a text as it arrives; how it was split does not matter."""
 
 from __future__ import annotations
 

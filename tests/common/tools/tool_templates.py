@@ -33,5 +33,5 @@ LLAMA3_TEMPLATE = r"""{%- if tools is not none %}
 
 
 def call_text(name: str, arguments: str) -> str:
-    """A call as Hermes writes it."""
+    """Write a call in Hermes' format."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
