@@ -1,4 +1,4 @@
-"""A cluster of stand-in services, for tests of what starts, keeps and stops them."""
+"""A cluster of stand-in services, for tests of starting, restarting and stopping them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Commands in the pages that users follow, as they are written there. Knows Markdown and comments, runs nothing."""
+"""Reads the commands in pages that users follow, in Markdown and comments. Runs nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GUIDES = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/serving.md", "docs/operating.md",
                              "docs/faq.md", "docs/extending.md", "docs/install.md")
 ]  # fmt: skip
-# The same for what the comments at the top of these tell a reader to type.
+# The same for commands in the comments at the top of these.
 FILES = [
     *(ROOT / name for name in ("Dockerfile", "docker-compose.yml", "docker-compose.cuda.yml")),
     *sorted((ROOT / "k8s").rglob("*.yaml")), *sorted((ROOT / "monitoring").glob("*.yml")),
@@ -29,13 +29,13 @@ PROGRAMS = (
     "serve", "uv",
 )  # fmt: skip
 FOLDERS = ("/dev/", "/proc/", "/sys/", "/var/", "/tmp/")  # of a machine: no routes
-# A name of one of these alone, in a sentence, tells nobody to run it.
+# A single name of one of these in a sentence is not a command to run.
 NAMES = {"serve", "make", "mini-infer", "pipx", "uv tool", "pip install", "kubectl", "docker", "mini-infer-serve"}
 
 
 @dataclass(frozen=True)
 class Page:
-    """One file, taken apart."""
+    """The parsed parts of one file."""
 
     path: Path
     blocks: tuple[tuple[str, str], ...]  # (language, text) of every fenced block
@@ -43,33 +43,33 @@ class Page:
 
     @property
     def commands(self) -> list[str]:
-        """What the page tells the reader to type in a shell."""
+        """Return the shell commands of the page."""
         found = [line for language, text in self.blocks if language in ("bash", "sh") for line in lines(text)]
         found += [span for span in self.spans if span.split()[0] in PROGRAMS and span not in NAMES]
         return list(dict.fromkeys(found))
 
     @property
     def flags(self) -> list[str]:
-        """Flags that are written without their program, with their values if there are some."""
+        """Return flags that are written without their program, with values if there are any."""
         return [span for span in self.spans if span.startswith("--") and span != "--"]
 
     @property
     def routes(self) -> list[tuple[str, str]]:
-        """(method, path) of HTTP requests that it names; without a method: of a path alone."""
+        """Return (method, path) of the HTTP requests that it names; the method is empty for a path alone."""
         spans = [span for span in self.spans if not f"{span}/".startswith(FOLDERS)]
         pairs = [re.fullmatch(r"(?:(GET|POST) )?(/[a-z0-9_{}/A-Z]+)", span) for span in spans]
         return [(found[1] or "", found[2]) for found in pairs if found]
 
 
 def lines(text: str) -> Iterator[str]:
-    """Commands of a shell block, without comments, continued ones on one line."""
+    """Return the commands of a shell block, without comments, continued lines joined."""
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         yield from filter(None, re.sub(r"(^|\s)\s*#\s.*$", "", line).strip().split(" && "))
 
 
 @functools.cache
 def page(path: Path) -> Page:
-    """A Markdown page; an indented block is shell when it begins with a program."""
+    """Parse a Markdown page; an indented block is shell when it begins with a program."""
     text = path.read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
@@ -84,13 +84,13 @@ def page(path: Path) -> Page:
 
 
 def commands_in_comments(path: Path) -> list[str]:
-    """Those of `#   command` lines."""
+    """Return the commands of `#   command` lines."""
     return list(lines("\n".join(re.findall(r"^#   (\S.*)$", path.read_text(), re.M))))
 
 
 @functools.cache
 def documented() -> dict[str, list[str]]:
-    """Command -> pages that have it."""
+    """Map each command to the pages that have it."""
     found: dict[str, list[str]] = {}
     for path in (*GUIDES, *FILES):
         for command in page(path).commands if path.suffix == ".md" else commands_in_comments(path):
@@ -113,7 +113,7 @@ APPENDED = {
 
 
 def runnable(command: str, url: str) -> str:
-    """A documented command for the dry-run model of a cluster at `url`."""
+    """Adapt a documented command to the dry-run model of a cluster at `url`."""
     for written, meant in SUBSTITUTES.items():
         command = command.replace(written, meant)
     for prefix, flags in APPENDED.items():
@@ -135,7 +135,7 @@ class Group:
 
     @property
     def commands(self) -> list[str]:
-        """What the pages have of it."""
+        """Return the commands of the pages that match."""
         return [command for pattern in self.patterns for command in documented() if matches(pattern, command)]
 
 
@@ -150,6 +150,6 @@ def groups() -> list[Group]:
 
 
 def commands_of(test: str, program: str = "") -> list[str]:
-    """The commands that a test, `path::name`, runs as the pages have them; all, or those of one program."""
+    """Return the commands that a test, `path::name`, runs as written in the pages; all, or those of one program."""
     (found,) = (group.commands for group in groups() if test in group.tests)
     return [command for command in found if command.startswith(program)]

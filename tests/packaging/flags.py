@@ -23,7 +23,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def lines() -> list[str]:
-    """Program, names, environment variable, values, and the help text, which ends with the default."""
+    """Return program, names, environment variable, values, and the help text, which ends with the default."""
     found = set()
     for program, parser in parsers():
         for name, action in parser._option_string_actions.items():

@@ -1,6 +1,6 @@
 """documented_commands.toml lists every command of the documentation; what the commands name exists.
 
-Flags are looked at in test_documented_flags.py. What is run against a cluster runs in test_wheel.py, beside others.
+Flags are looked at in test_documented_flags.py. Commands that need a cluster run in test_wheel.py, among others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KUBECTL = "tests/packaging/test_documented_commands.py::test_what_kubectl_is_tol
 
 
 def commands(program: str) -> list[list[str]]:
-    """The arguments of every documented command of a program."""
+    """Return the arguments of every documented command of a program."""
     return [shlex.split(command)[1:] for command in documented() if command.split()[0] == program]
 
 

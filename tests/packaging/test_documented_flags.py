@@ -29,7 +29,7 @@ from tests.deploy.settings import SETTINGS, VARIABLES
 from tests.packaging.documentation import GUIDES, RECORDS, ROOT, page
 
 PAGES = (*GUIDES, *RECORDS)
-# What stands for something of the reader's, and a value that parses.
+# Placeholders for the reader's own values, and a value that parses.
 PLACEHOLDERS = {
     r"(?<=--[pt]p )[NM]\b": "2", r"\bM\b": "dry-run", r"\bMODE\b": "int8-weight", "MODEL": "qwen2.5-7b",
     r"(?<=--decode )\.\.\.": "127.0.0.1:9001", r" \.\.\. ": " ", r"\bSTEPS\b": "1000",
@@ -54,7 +54,7 @@ def service_parser(module: str) -> argparse.ArgumentParser:
 
 
 class Parsed(BaseException):
-    """A benchmark has parsed its flags: with which parser, and what it leaves to another one."""
+    """Raised when a benchmark has parsed its flags: has its parser and the remaining arguments."""
 
     def __init__(self, parser: argparse.ArgumentParser, rest: list[str]) -> None:
         self.parser = parser
@@ -62,7 +62,7 @@ class Parsed(BaseException):
 
 
 def benchmark_parser(module: str, arguments: list[str]) -> argparse.ArgumentParser:
-    """The parser that the module makes for itself, which has accepted the arguments. Nothing is measured."""
+    """Return the module's own parser, which has accepted the arguments. Nothing is measured."""
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_and_stop(self, args=None, namespace=None):
@@ -87,7 +87,7 @@ def benchmark_parser(module: str, arguments: list[str]) -> argparse.ArgumentPars
 
 
 def parser_of(command: str) -> argparse.ArgumentParser | None:
-    """The parser that accepts a command line of ours; None for other programs. Raises SystemExit for a refusal."""
+    """Return the parser of a command line of ours; None for other programs. Raises SystemExit for a refusal."""
     program, *arguments = arguments_of(command)
     if program == "mini-infer":
         program, *arguments = arguments
@@ -120,7 +120,7 @@ def parser_of(command: str) -> argparse.ArgumentParser | None:
 
 
 def parsers_for(path: Path) -> list[argparse.ArgumentParser]:
-    """Those of the commands on the page, and those that every page may mean."""
+    """Return the parsers of the page's commands, and those that every page may mean."""
     return [*common_parsers(), *(parser for command in page(path).commands if (parser := parser_of(command)))]
 
 
@@ -130,7 +130,7 @@ def common_parsers() -> list[argparse.ArgumentParser]:
 
 
 def understands(parser: argparse.ArgumentParser, text: str) -> bool:
-    """Whether it has these flags, with values that it takes where there are some."""
+    """Whether the parser has these flags and accepts their values, if there are any."""
     words = [word for word in arguments_of(text) if word != "--"]
     names = [word.partition("=")[0] for word in words if word.startswith("--")]
     if not all(name in parser._option_string_actions for name in names):

@@ -1,4 +1,4 @@
-"""The figure page says what the JSON beside it says."""
+"""The figure page agrees with the JSON next to it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_page_is_that_of_the_data(tmp_path: Path) -> None:
 
 
 def drawn(picture: Path) -> str:
-    """The SVG without the last digits of coordinates, and names made of them: CPUs round logarithms differently."""
+    """Return the SVG without last digits of coordinates and names made of them: CPUs round logarithms differently."""
     text = re.sub(r"\bp[0-9a-f]{10}\b", "clip", picture.read_text(encoding="utf-8"))
     return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2f}", text)
 

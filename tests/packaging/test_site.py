@@ -1,4 +1,4 @@
-"""The site of the documentation (mkdocs.yml) has every page, and what it is made of exists. mkdocs is not needed.
+"""The site of the documentation (mkdocs.yml) has every page, and its sources exist. mkdocs is not needed.
 
 `make docs` builds it, and checks its links.
 """
@@ -42,7 +42,7 @@ def pages() -> ModuleType:
 
 
 def entries(nav: Any) -> Iterator[str]:
-    """The pages of a navigation, in order."""
+    """Return the pages of a navigation, in order."""
     if isinstance(nav, str):
         yield nav
     for child in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():

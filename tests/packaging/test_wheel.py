@@ -1,4 +1,4 @@
-"""What `pip install` gives a user: built from the sources alone, installed outside of them, started by its commands.
+"""The result of `pip install`: built from the sources alone, installed outside of them, started by its commands.
 
 Third-party packages are those of this environment, because torch is large; the project comes from the wheel.
 """
@@ -49,14 +49,14 @@ def clean_environment(runtime_dir: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """With a short path: sockets lie there."""
+    """Make a folder with a short path, because it has sockets."""
     with tempfile.TemporaryDirectory(prefix="mi-", ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
 @pytest.fixture(scope="module")
 def sdist(folder: Path) -> Path:
-    """Built from a copy without stubs, as a fresh clone has none."""
+    """Build the source distribution from a copy without stubs, like a fresh clone."""
     source = folder / "source"
     for package in TOP_LEVEL:
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__"))
@@ -69,7 +69,7 @@ def sdist(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(folder: Path, sdist: Path) -> Path:
-    """Built from the source distribution."""
+    """Build the wheel from the source distribution."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     source = folder / sdist.name.removesuffix(".tar.gz")
@@ -78,7 +78,7 @@ def wheel(folder: Path, sdist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(folder: Path, wheel: Path) -> Path:
-    """The programs of an environment that has the wheel, and beside it the packages of this one."""
+    """Return the programs of an environment with the wheel and the packages of this environment."""
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--python", python)
@@ -121,7 +121,7 @@ def test_the_python_api_of_an_installation(folder: Path, installed: Path) -> Non
     assert files.count(str(folder / "venv" / "lib")) == len(TOP_LEVEL)
 
 
-# What a documented command prints, by its beginning.
+# The output of documented commands, by how the command begins.
 PRINTS = {
     "curl http": '"finish_reason":',
     "mini-infer-chat": ".",

@@ -12,7 +12,7 @@ from cli.cluster.supervisor import Supervisor, until_death
 
 
 class Cluster:
-    """Specs of stand-ins and what became of them, as a display is told."""
+    """Specs of stand-ins, and their events as reported to a display."""
 
     def __init__(self, events: Path) -> None:
         self.events_path = events
@@ -46,7 +46,7 @@ class Cluster:
         return [(name, int(pid)) for name, event, pid in rows if event == kind]
 
     def num_ready(self) -> int:
-        """How often a service became ready."""
+        """Return how often a service became ready."""
         return sum(state == "ready" for _, state in self.states)
 
 

@@ -108,7 +108,7 @@ OTHER_VALUES = {
 
 
 def other_value(action):
-    """A flag with a value that is not its default."""
+    """Return the flag with a value that is not its default."""
     name = action.option_strings[0]
     if isinstance(action, argparse.BooleanOptionalAction):
         no = next(text for text in action.option_strings if text.startswith("--no-"))

@@ -7,7 +7,7 @@ from cli.cluster.progress import StartDisplay
 
 @pytest.mark.parametrize("log_format", ["text", pytest.param("json", marks=pytest.mark.wing("common.json_logs"))])
 def test_what_cannot_be_written_is_lost_and_serve_goes_on(log_format, monkeypatch):
-    """A disk that is full while the log is written; a reader of the log that has left is told by the same errors."""
+    """The disk is full while the log is written; a closed pipe raises the same errors."""
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stderr", full)
         display = StartDisplay(["decode-0"], show_logs=True, log_format=log_format)

@@ -1,4 +1,4 @@
-"""`mini-infer serve` as it is by default, also where no wing is: `make test` runs this in such a copy of the tree."""
+"""`mini-infer serve` with defaults, also without wings: `make test` runs this in such a copy of the tree."""
 
 from __future__ import annotations
 

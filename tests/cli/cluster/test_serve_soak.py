@@ -23,7 +23,7 @@ NUM_KILLS = 50
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_fifty_kills_of_every_role_in_a_row(tmp_path):  # noqa: F811
-    """All four at once, each as soon as all are ready again: whichever is first has to wait for the others."""
+    """Kills all four at once, each time after all are ready again: the first one waits for the others."""
     served = Served(tmp_path)
     try:
         served.wait_for("stop with Ctrl-C")

@@ -1,4 +1,4 @@
-"""`mini-infer demo --compare`, on the dry-run model: each comparison measures what it says."""
+"""`mini-infer demo --compare`, on the dry-run model: each comparison measures what it claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a demo: parts appear one after the other, and are all there without animation."""
+"""The picture of a demo: parts appear one after the other, and all are visible without animation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cli.main import main
 
 
 def delays(svg: str) -> dict[str, float]:
-    """Text -> seconds after which it appears."""
+    """Map each text to the seconds after which it appears."""
     found = {}
     for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
         if delay := re.fullmatch(r"animation-delay: ([\d.]+)s", text.get("style", "")):

@@ -1,4 +1,4 @@
-"""A sentence says no more than the numbers show."""
+"""A result's sentence claims no more than the numbers show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of `serve` on several GPUs: what each takes, and what it is told."""
+"""Workers of `serve` on several GPUs: the GPUs and the settings of each."""
 
 import pytest
 

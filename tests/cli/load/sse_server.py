@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server that does what its test says: scripted bytes, one script entry per request."""
+"""An OpenAI-compatible server with scripted replies: bytes, one script entry per request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def event(**fields: object) -> bytes:
 
 
 def text_chunks(count: int, prompt_tokens: int = 7, cached: int = 0) -> Reply:
-    """A whole answer of `count` chunks with usage and [DONE]."""
+    """Make a whole answer of `count` chunks with usage and [DONE]."""
     usage = {
         "prompt_tokens": prompt_tokens, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": cached}
     }  # fmt: skip
@@ -26,7 +26,7 @@ def text_chunks(count: int, prompt_tokens: int = 7, cached: int = 0) -> Reply:
 
 
 def chunked(parts: Reply, status: str = "200 OK", end: bool = True) -> Reply:
-    """HTTP/1.1 chunked transfer encoding of `parts`."""
+    """Encode `parts` by HTTP/1.1 chunked transfer encoding."""
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     body = [b"%x\r\n%s\r\n" % (len(part), part) for part in parts]
     return [head, *body, *([b"0\r\n\r\n"] if end else [])]

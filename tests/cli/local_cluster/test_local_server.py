@@ -30,7 +30,7 @@ def arguments(*flags):
 
 
 class FakeServer:
-    """Notes that it was started, with what, and that it was stopped."""
+    """Records its start with its arguments, and its stop."""
 
     def __init__(self, log, flags, port=0, api_key=""):
         self.log = log
@@ -55,7 +55,7 @@ def no_server(monkeypatch):
 
 
 def answering(reply):
-    """Answers one connection; returns its port, and what it is sent first."""
+    """Answer one connection; return its port, and the first data that it receives."""
     listener, received = socket.create_server(("127.0.0.1", 0)), queue.SimpleQueue()
 
     def answer():
@@ -69,7 +69,7 @@ def answering(reply):
 
 @pytest.mark.parametrize(("status", "answers"), [("200 OK", True), ("404 Not Found", True), ("503 Busy", False)])
 def test_a_server_answers_unless_it_has_to_be_waited_for(monkeypatch, status, answers):
-    """Also one of others, which has no /readyz."""
+    """This includes other servers, which have no /readyz."""
     monkeypatch.setattr("cli.local_cluster.local_server.PROBE_SECONDS", 60.0)
     port, received = answering(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
     assert server_answers(f"http://127.0.0.1:{port}") == answers

@@ -1,4 +1,4 @@
-"""Streamed Markdown: the same output whatever the pieces, no word broken, nothing of the text lost."""
+"""Streamed Markdown: the same output for any split into pieces, no word broken, no text lost."""
 
 import re
 from itertools import pairwise
@@ -66,7 +66,7 @@ def test_marked_text_loses_marks_alone(text):
 
 
 def tagged(shown):
-    """Escape sequences in letters; <> is plain."""
+    """Write escape sequences as letters; <> is plain."""
 
     def tag(match):
         return f"<{''.join(NAMES[code] for code in match[0][4:-1].split(';') if code)}>"

@@ -1,4 +1,4 @@
-"""Simulated time against a clock: router, workers and transfers are real, and steps last as long as here."""
+"""Simulated time against a clock: router, workers and transfers are real, and steps take given times."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TRIES = 3  # accidents of a busy machine make one figure or another longer, seld
 @pytest.mark.slow
 @pytest.mark.wing("engine.simulated")
 def test_real_processes_take_as_long(tmp_path: Path) -> None:
-    """Of a trace that it was not calibrated by. 32 requests among other tests are within three times what is asked
-    for (docs/benchmarks.md), and their 99th percentiles, which are single requests, within four times."""
+    """For a trace that it was not calibrated with. 32 requests among other tests are within three times the targets
+    (docs/benchmarks.md), and their 99th percentiles, which are single requests, within four times."""
     rows = [f"2023-11-16 18:15:{46 + n / 4:010.7f},{20 + 37 * n % 300},{5 + 11 * n % 30}" for n in range(32)]
     trace, found = tmp_path / "trace.csv", tmp_path / "found.json"
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
@@ -45,7 +45,7 @@ def test_real_processes_take_as_long(tmp_path: Path) -> None:
 
 
 def allowed(name: str, target: float) -> float:
-    """Error of a figure; one that has no target may have any."""
+    """Return the allowed error of a figure; without a target any is allowed."""
     if not target:
         return math.inf
     return (4 if "p99" in name else 3) * target

@@ -1,4 +1,4 @@
-"""Steps by a roofline against what GPUs took (docs/benchmarks.md, in tok/s, prompts in ms), and what fits on them."""
+"""Roofline step times against measured ones of GPUs (docs/benchmarks.md, in tok/s, prompts in ms); what fits."""
 
 from __future__ import annotations
 

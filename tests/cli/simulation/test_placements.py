@@ -14,7 +14,7 @@ from benchmarks.clusters.simulated import OBJECTIVES, Cell, Comparison, cells_of
 from cli.load.workload import TraceRow
 
 SHORT = ((1024, 128),)  # (prompt, output) tokens
-# As Azure's conversations have them: long prompts get short answers.
+# As in Azure's conversations, long prompts get short answers.
 CHATS = ((1050, 400), (1100, 390), (980, 400), (400, 80), (90, 30), (4080, 45), (370, 150), (1200, 90))
 # Of Mooncake's conversation trace, the first 2,000 requests with fewer than 30,000 tokens in, sorted by these: every
 # thirtieth. 8,861 in and 352 out on average; of all of them 8,960 and 344.
@@ -37,7 +37,7 @@ def cells(
     lengths: tuple[tuple[int, int], ...], rate: float, seconds: float,
     clusters: Sequence[str] = simulated.CLUSTERS, warm: float = 2.0, **settings: Any,
 ) -> list[Cell]:  # fmt: skip
-    """Poisson arrivals of requests drawn from the lengths. warm: seconds that are not counted."""
+    """Draw Poisson arrivals of requests with these lengths. warm: seconds that are not counted."""
     rng, at, rows = random.Random(3), 0.0, []
     while at < seconds + warm:
         rows.append(TraceRow(at, *rng.choice(lengths)))
@@ -84,14 +84,14 @@ def test_long_answers_are_kept_when_decode_workers_have_no_seats() -> None:
 
 
 def test_a_wait_for_a_seat_is_one_gap_of_a_long_answer() -> None:
-    """Prompts that take most of the prefill worker's time leave no room for streams beside them."""
+    """Prompts that take most of the prefill worker's time leave no room for streams there."""
     static, adaptive = cells(((512, 512),), 64.0, 1.0, WITHOUT_AGGREGATED)
     assert adaptive.good_per_second >= 0.97 * static.good_per_second
 
 
 @pytest.mark.parametrize("rate", [2.0, pytest.param(4.0, marks=soak), 5.0])
 def test_long_prompts_of_many_lengths(rate: float) -> None:
-    """Whose steps beside streams take more than the sum of both. At 4 and 5 requests a second they fill a GPU."""
+    """Their steps with streams take more than the sum of both. At 4 and 5 requests a second they fill a GPU."""
     aggregated, static, adaptive = cells(CONVERSATIONS, rate, 10.0 if rate < 4.0 else 14.0, mixed_ms=4.0)
     best = max(aggregated.good_per_second, static.good_per_second)
     assert adaptive.good_per_second > (1.0 if rate < 3.0 else 1.4) * best

@@ -1,4 +1,4 @@
-"""How GPUs are divided: the search for the highest rate, and what is said of it."""
+"""How GPUs are divided: the search for the highest rate, and its report."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_planned_is_refused(settings: dict[str, Any]) -> None:
 
 @pytest.mark.soak
 def test_prompts_between_tokens_are_worth_a_division(tmp_path: Path) -> None:
-    """Long prompts beside streams with a tight objective for gaps: they need a worker of their own."""
+    """Long prompts and streams with a tight objective for gaps: prompts need their own worker."""
     path = tmp_path / "plan.json"
     load = ["--request-rate", "2", "--num-requests", "40", "--input-len", "2000-3000", "--output-len", "80-100"]
     assert run_command("plan", [*load, "--slo-ttft-ms", "2000", "--slo-itl-ms", "20", "--json", str(path)]) == 0

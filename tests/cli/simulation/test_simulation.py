@@ -1,4 +1,4 @@
-"""Clusters in simulated time: what can be told beforehand, and what real processes did."""
+"""Clusters in simulated time: results known beforehand, and those of real processes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_prompt_goes_from_worker_to_worker() -> None:
 
 
 def test_chunks_are_pulled_while_the_rest_of_a_prompt_is_computed() -> None:
-    """The last one alone is pulled after the first token: 9 ms, in two messages and before a step."""
+    """Only the last chunk is pulled after the first token: 9 ms, in two messages and before a step."""
     made = config(prefill_workers=1, pull_tokens_per_second=10_000.0, max_num_seqs=8, max_num_batched_tokens=80)
     cluster = simulate(made, [planned(0.0, 800, 3)])
     assert cluster.records[0].gaps == pytest.approx([0.001 + 0.009 + 0.0101, 0.0101])
@@ -106,7 +106,7 @@ def test_prompts_share_their_beginning() -> None:
     "settings", [{}, {"prefill_workers": 2}, {"prefill_workers": 1, "num_gpu_blocks": 40}], ids=str
 )
 def test_a_load_is_the_same_by_its_seed(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where KV blocks are scarce, and requests give way or wait."""
+    """Also if KV blocks are scarce, and requests are preempted or wait."""
     monkeypatch.setattr("cli.simulation.worker.NOISE", (0.9, 1.1))
     rng = random.Random(1)
     load = [planned(0.02 * n, rng.randrange(1, 300), rng.randrange(1, 40), n) for n in range(60)]
@@ -132,7 +132,7 @@ def test_objectives_place_by_prediction() -> None:
 
 
 def test_requests_that_a_prefill_worker_keeps_move_when_prompts_come() -> None:
-    """No token is lost or given twice; `simulate` looks whether each worker is empty afterwards."""
+    """No token is lost or given twice; `simulate` checks that each worker is empty afterwards."""
     rng = random.Random(4)
     load = [planned(0.12 * n, rng.randrange(200, 500), 150, n) for n in range(60)]
     cluster = simulate(config(prefill_workers=1, ttft_objective_ms=1000.0, itl_objective_ms=30.0), load)
@@ -168,7 +168,7 @@ def test_workers_of_a_host_share_its_memory() -> None:
 
 
 def write_trace(path: Path) -> None:
-    """Nine requests, in threes, which share a prefix."""
+    """Write nine requests, in groups of three that share a prefix."""
     rows = [
         {"timestamp": 3000 * (n // 3), "input_length": 600, "output_length": 9, "hash_ids": [0, n]} for n in range(9)
     ]
@@ -212,7 +212,7 @@ def worker(**parts: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("num_prefill", "per_pair"), [(0, 0.0), (1, 0.0), (1, 3e-7)])
 def test_settings_are_fitted_to_a_load(num_prefill: int, per_pair: float) -> None:
-    """What is measured here is a simulation by other settings."""
+    """The measurements are those of a simulation with other settings."""
     real = STEPS.replace("prompt_context=0", f"prompt_context={per_pair}")
     given = config(prefill_workers=num_prefill, decode_workers=2, hop_ms=2.0, accept_ms=1.5, steps=real)
     rng = random.Random(6)
@@ -231,7 +231,7 @@ def test_settings_are_fitted_to_a_load(num_prefill: int, per_pair: float) -> Non
 
 
 def test_a_running_cluster_tells_what_steps_take() -> None:
-    """Of a prefill worker only what prompts take is known. A low base goes with the high cost of a row."""
+    """Of a prefill worker only the cost of prompts is known. A low base goes with the high cost of a row."""
     workers = [worker(prompt_token=1e-4), worker(base=0.01, row=1e-3), worker(base=0.02), {"state": "connecting"}]
     made = calibrated_by(config(like="http://there"), workers)
     assert astuple(SimulatedCost.parse(made.steps)) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Memory that weights take, told from a model's files; how many GPUs share them, and that `serve` says why."""
+"""Memory of weights, computed from a model's files; the number of GPUs, and `serve`'s explanation of it."""
 
 from __future__ import annotations
 

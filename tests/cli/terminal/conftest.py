@@ -1,4 +1,4 @@
-"""A server whose tokens come when the test says so."""
+"""A server whose tokens come when the test sends them."""
 
 import json
 import threading

@@ -11,7 +11,7 @@ SGR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Screen:
-    """As xterm does it: a character in the last column stays there, and the next one goes to the next row."""
+    """Behaves as xterm: a character in the last column stays there, and the next one goes to the next row."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -28,7 +28,7 @@ class Screen:
         return "\n".join(self.rows)
 
     def feed(self, text: str) -> list[str]:
-        """Show it; return the sequences that ask for an answer."""
+        """Show the text; return the sequences that ask for an answer."""
         text, self._rest, asked = self._rest + text, "", []
         at = 0
         while at < len(text):

@@ -65,7 +65,7 @@ class Session:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", NUM_ROWS, columns, 0, 0))
 
     def suspend_and_continue(self, is_waiting: bool = True) -> None:
-        """Ctrl-Z and `fg`, where the shell between them sets a mode with echo.
+        """Send Ctrl-Z and `fg`; the shell in between sets a mode with echo.
 
         Args:
             is_waiting: The program sits in a system call, which the signal ends. Otherwise the signal may come just
@@ -88,7 +88,7 @@ class Session:
         os.write(self._ours, keys.encode())
 
     def wait_for(self, condition: Callable[[], object] | str, seconds: float = 100.0) -> None:
-        """Show what comes until the condition holds; a text must be on the screen."""
+        """Show output until the condition holds; a text must be on the screen."""
         deadline = time.monotonic() + seconds
         while not (condition in self.screen.text if isinstance(condition, str) else condition()):
             assert time.monotonic() < deadline, (
@@ -97,7 +97,7 @@ class Session:
             self._read(0.05)
 
     def wait(self, seconds: float = 100.0) -> int:
-        """Exit code."""
+        """Wait for the end; return the exit code."""
         self.wait_for(lambda: self.process.poll() is not None, seconds)
         self._read(0.0)
         return self.process.wait()

@@ -29,7 +29,7 @@ class FakeClient:
 
 
 def talk(client, *lines, conversation=None):
-    """Exit code, what the console showed, and the conversation."""
+    """Return the exit code, the console's output, and the conversation."""
     conversation = conversation or Conversation()
     shown = io.StringIO()
     chat = Chat(client, "m", conversation, Console(file=shown, width=200), {"temperature": 0})
@@ -142,7 +142,7 @@ def test_history_is_private(tmp_path, monkeypatch):
 
 
 def test_reasoning_is_shown_while_there_is_no_answer_and_never_kept(capsys):
-    """Its end stands where the spinner turns, without what would command the terminal."""
+    """Its last part is shown in the spinner's line, without control characters."""
     shown = io.StringIO()
     with TerminalAnswer(Console(file=shown, force_terminal=True, width=80)) as view:
         view.reason("First.\nThen \x1b[2J it")

@@ -1,4 +1,4 @@
-"""`mini-infer chat` on a pseudo terminal, against a server whose tokens come when the test says so."""
+"""`mini-infer chat` on a pseudo terminal, against a server whose tokens come when the test sends them."""
 
 import sys
 from contextlib import contextmanager
