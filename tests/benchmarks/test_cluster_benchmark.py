@@ -1,4 +1,4 @@
-"""What `benchmarks.clusters.roles` sends and how it counts; the clusters themselves are not started."""
+"""The requests of `benchmarks.clusters.roles` and its counts; the clusters themselves are not started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default model as a CPU serves it, beside float32 arithmetic over the same weights, path by path."""
+"""The default model as a CPU serves it, compared with float32 on the same weights, path by path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def accuracy() -> Accuracy:
 
 @pytest.mark.parametrize("path", [*SAME, *OTHER], ids=lambda path: path.name)
 def test_logprobs_are_close_to_those_of_float32(accuracy: Accuracy, path: Path) -> None:
-    """docs/decisions/cpu-batch-invariance.md: what is left comes from inputs and results of products in bfloat16."""
+    """docs/decisions/cpu-batch-invariance.md: remaining errors come from bfloat16 inputs and results of products."""
     figures = accuracy.measure(path)
     assert figures["mean"] < 0.03
     assert figures["max"] < 0.3

@@ -1,4 +1,4 @@
-"""The benchmark of expert parallelism runs from its command line, and what it measures is right."""
+"""The benchmark of expert parallelism runs from its command line, and computes right results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = ["--hidden", "32", "--inner", "16", "--experts", "8", "--tokens", "64", 
 def test_forms_move_the_bytes_that_they_say() -> None:
     """Outputs are compared with one rank's there; a wrong one ends it with an error.
 
-    In a process of its own: it forks, which one with the threads of other tests cannot.
+    It runs in its own process: it forks, which a process with the threads of other tests cannot.
     """
     command = [sys.executable, "-m", "benchmarks.experts.parallel", *SMALL, "--ranks", "2"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -32,7 +32,7 @@ class LLM:
 
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of settings that engines were made with."""
+    """Install the stand-in; return the file of settings that engines were made with."""
     (tmp_path / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.wing("engine.gguf"), pytest.mark.
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """The interpreter of the clients' environment."""
+    """Return the interpreter of the clients' environment."""
     digest = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     folder = HERE.parents[1] / "build" / f"clients-{digest}"
     found = folder / "bin" / "python"

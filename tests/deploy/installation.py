@@ -1,4 +1,4 @@
-"""mini-infer on a node of a test: a variant of k8s/ in a namespace, and what is asked of it."""
+"""mini-infer on a node of a test: a variant of k8s/ in a namespace, and requests to it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Installation:
         return self.plane.kubectl(f"--namespace={self.namespace}", *arguments, fails=fails)
 
     def pods(self, *names: str) -> list[Document]:
-        """Those of workloads, all without names; pods that end are left out."""
+        """Return the pods of workloads, all without names; pods that are ending are left out."""
         found = self.plane.get("pods", f"--namespace={self.namespace}")["items"]
         return [
             pod
@@ -54,7 +54,7 @@ class Installation:
         ]
 
     def pod(self, name: str) -> Document:
-        """The one pod of a workload."""
+        """Return the only pod of a workload."""
         (found,) = self.pods(name)
         return found
 
@@ -63,7 +63,7 @@ class Installation:
         return self.kubectl("exec", self.pod(workload)["metadata"]["name"], "--", "python", "-c", code).strip()
 
     def wait_until(self, what: str, is_so: Callable[[], bool], seconds: float = READY_SECONDS) -> float:
-        """Seconds until it was so. When it never is, the error has what the cluster knows."""
+        """Wait until the condition holds; return the seconds. On timeout, the error has the state of the cluster."""
         start = time.monotonic()
         try:
             self.plane.wait_until(what, is_so, seconds)
@@ -72,7 +72,7 @@ class Installation:
         return time.monotonic() - start
 
     def wait_ready(self, num_pods: int, seconds: float = READY_SECONDS) -> float:
-        """Wait for pods, and for every router's connection to every worker; seconds that it took."""
+        """Wait for pods, and for every router's connection to every worker; return the seconds."""
         waited = self.wait_until(f"{num_pods} pods are ready", lambda: self._are_ready(num_pods), seconds)
         return waited + self.wait_until("routers know all workers", self._are_connected)
 
@@ -127,7 +127,7 @@ class Installation:
         return f"http://{self.pod('router')['status']['podIP']}:8000"
 
     def stream(self, prompt: str, max_tokens: int, url: str = "", begun: threading.Event | None = None) -> str:
-        """What is generated after `prompt`, greedily. Raises an error of openai or AssertionError when it is cut.
+        """Return the greedy completion of `prompt`. Raises an error of openai or AssertionError when it is cut.
 
         begun: set at the first token.
         """
@@ -146,7 +146,7 @@ class Installation:
         return "".join(choice.text for choice in choices)
 
     def metric(self, workload: str, pattern: str, port: int = 9100) -> dict[str, float]:
-        """Values of the series that match, by the pattern's first group, summed over the workload's pods."""
+        """Return values of the series that match, by the pattern's first group, summed over the workload's pods."""
         values: dict[str, float] = {}
         for pod in self.pods(workload):
             text = httpx.get(f"http://{pod['status']['podIP']}:{port}/metrics", timeout=10).text
@@ -155,7 +155,7 @@ class Installation:
         return values
 
     def transports(self, workload: str = "decode", port: int = 9100) -> set[str]:
-        """Transports by which its decode workers have pulled KV."""
+        """Return the transports by which its decode workers have pulled KV."""
         pattern = r'mini_infer_kv_transfers_total\{.*?transport="(\w+)".*?\}'
         return {name for name, count in self.metric(workload, pattern, port).items() if count}
 
@@ -164,7 +164,7 @@ class Installation:
 def installed(
     node: Node, variant: str, namespace: str, settings: dict[str, str] | None = None, patches: Sequence[Document] = ()
 ) -> Iterator[Installation]:
-    """Apply a variant; gone afterwards with all that it started."""
+    """Apply a variant; remove it afterwards with everything that it started."""
     made = Installation(node, namespace)
     try:
         made.apply(variant, settings, patches)

@@ -1,4 +1,4 @@
-"""Which settings classes each service reads: deployment files are parsed with them, as the service would."""
+"""The settings classes that each service reads: deployment files are parsed with them, as the service would."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIABLES = {
 
 
 def parse(command: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """All settings of the service that `command` starts. Fails for an unknown flag and for a bad value."""
+    """Parse all settings of the service that `command` starts. Fails for an unknown flag and for a bad value."""
     module, *argv = command
     parser = argparse.ArgumentParser(exit_on_error=False)
     for cls in SETTINGS[module]:

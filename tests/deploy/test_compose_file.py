@@ -14,7 +14,7 @@ CUDA_TEXT = (ROOT / "docker-compose.cuda.yml").read_text()
 
 
 def services_of(text):
-    """With ${NAME:-default} as Compose would see it without a .env, and its own tags left out."""
+    """Read the services with ${NAME:-default} as without a .env, and without Compose's own tags."""
     text = re.sub(r"\$\{[A-Z_]+:?-([^}]*)\}", r"\1", text)
     return yaml.safe_load(text.replace(" !override", ""))["services"]
 
@@ -118,7 +118,7 @@ def test_the_image_is_built_once_with_arguments_that_it_declares():
 
 
 def merged(name):
-    """The settings of a service with the file for GPUs."""
+    """Return the settings of a service with the file for GPUs."""
     return parse(CUDA[name].get("command", OURS[name]["command"]), environment(OURS[name]) | environment(CUDA[name]))
 
 
@@ -129,7 +129,7 @@ def test_on_a_gpu_one_worker_takes_it_and_a_second_one_another():
     }  # fmt: skip
     for name, gpu in (("decode-0", "0"), ("prefill-0", "1")):
         found = merged(name)
-        assert found["kv_cache_gb"] == 0  # else the fraction would not count
+        assert found["kv_cache_gb"] == 0  # otherwise the fraction would not count
         assert found["gpu_memory_fraction"] == 0.9
         (device,) = CUDA[name]["deploy"]["resources"]["reservations"]["devices"]
         assert (device["capabilities"], device["device_ids"]) == (["gpu"], [gpu])

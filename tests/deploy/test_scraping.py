@@ -19,7 +19,7 @@ def meta(text):
 
 
 def discovered(rendered):
-    """Targets as Prometheus' discovery of pods lists them: one for each port of each container of a running pod."""
+    """Return targets as Prometheus discovers pods: one for each port of each container of a running pod."""
     found = []
     for name in rendered.workloads:
         template = rendered.template(name)
@@ -42,7 +42,7 @@ def discovered(rendered):
 
 
 def by_annotations(targets, folder):
-    """Labels of the targets that monitoring/prometheus.kubernetes.yml keeps, by promtool."""
+    """Return labels of the targets that monitoring/prometheus.kubernetes.yml keeps, by promtool."""
     (folder / "targets.json").write_text(json.dumps(targets))
     config = yaml.safe_load((ROOT / "monitoring" / "prometheus.kubernetes.yml").read_text())
     (job,) = config["scrape_configs"]
@@ -64,7 +64,7 @@ def by_annotations(targets, folder):
 
 
 def by_pod_monitor(rendered):
-    """Labels that the Prometheus operator gives to the targets of the PodMonitor."""
+    """Return labels that the Prometheus operator gives to the targets of the PodMonitor."""
     (monitor,) = rendered.of_kind("PodMonitor").values()
     endpoints = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
     return sorted(

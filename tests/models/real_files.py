@@ -24,7 +24,7 @@ class RealFile:
     parts: tuple[tuple[str, str], ...]
 
     def path(self) -> Path:
-        """The file, fetched once; skips the test where it cannot be had. A wrong SHA-256 fails it."""
+        """Return the file, fetched once; skip the test if it is not available. A wrong SHA-256 fails it."""
         path = CACHE / self.name
         if not path.is_file():
             CACHE.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def cluster(shared: Cluster) -> Cluster:
 
 
 def chat(cluster: Cluster, content: str, **fields: Any) -> Any:
-    """One greedy answer."""
+    """Return one greedy answer."""
     with cluster.client() as client:
         return client.chat.completions.create(
             model=MODEL().stem,
@@ -76,7 +76,7 @@ def test_a_tool_that_is_required(cluster: Cluster) -> None:
 
 
 def test_answers_are_the_same_after_a_kill_and_without_a_prefill_worker(cluster: Cluster) -> None:
-    """Beyond the window of 512 tokens."""
+    """The text is longer than the window of 512 tokens."""
 
     def conversation(cache_salt: str, kill_after: int = 0) -> str:
         text, num_chunks = "", 0

@@ -1,4 +1,4 @@
-"""Real GGUF files beside transformers on the dequantized weights."""
+"""Real GGUF files compared with transformers on the dequantized weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = "The capital of France is Paris, and the capital of Italy is"
 
 
 def reference(path: Path) -> transformers.PreTrainedModel:
-    """transformers' model with the dequantized weights."""
+    """Return transformers' model with the dequantized weights."""
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     reader = gguf.GGUFReader(path)

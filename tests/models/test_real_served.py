@@ -57,7 +57,7 @@ def cluster(shared: Cluster) -> Cluster:
 
 
 def chat(cluster: Cluster, messages: Sequence[Any], max_tokens: int = 300, **fields: Any) -> Any:
-    """One greedy answer."""
+    """Return one greedy answer."""
     extra = {"cache_salt": fields.pop("cache_salt")} if "cache_salt" in fields else None
     with cluster.client() as client:
         return client.chat.completions.create(
@@ -71,7 +71,7 @@ def chat(cluster: Cluster, messages: Sequence[Any], max_tokens: int = 300, **fie
 
 
 def streamed_call(cluster: Cluster, kill_after: int = 0) -> tuple[str, str, str | None]:
-    """Name and arguments of a call and the finish reason. kill_after: deltas of arguments before a SIGKILL."""
+    """Return a call's name and arguments and the finish reason. kill_after: argument deltas before a SIGKILL."""
     name, arguments, reason, num_deltas = "", "", None, 0
     with cluster.client() as client:
         stream = client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF metadata beside the published tokenizer.json that the metadata stand for."""
+"""Tokenizers of GGUF metadata compared with the published tokenizer.json that the metadata stand for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PUBLISHED = {
 
 
 def metadata_of(published: dict[str, Any], pre: str) -> dict[str, Any]:
-    """What llama.cpp's converter makes of a tokenizer.json."""
+    """Return the metadata that llama.cpp's converter writes for a tokenizer.json."""
     model, added = published["model"], published["added_tokens"]
     ids = {**model["vocab"], **{each["content"]: each["id"] for each in added}}
     tokens = [f"unused {index}" for index in range(max(ids.values()) + 1)]

@@ -1,4 +1,4 @@
-"""What every program asks, in words that a model of half a billion parameters understands."""
+"""The questions of every program, in words that a model of half a billion parameters understands."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TOKEN = "token-of-a-test"
 
 
 def find_programs(folder: Path) -> dict[str, str]:
-    """Paths by name; those of an archive are unpacked into `folder`."""
+    """Return paths by name; those of an archive are unpacked into `folder`."""
     assets = os.environ.get("KUBEBUILDER_ASSETS")
     found = {path.name: str(path) for path in Path(assets).iterdir()} if assets else {}
     archive = _archive()
@@ -91,7 +91,7 @@ class ControlPlane:
         return {"kube-controller-manager", "kube-scheduler"} <= {name for name, _ in self._processes}
 
     def kubectl(self, *arguments: str, stdin: str | None = None, fails: bool = False) -> str:
-        """Output of a command; with `fails` what it says when it is refused."""
+        """Return the output of a command; with `fails` its error message."""
         command = ["kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
         env = dict(os.environ, HOME=str(self._folder))  # its cache of what the server has
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=WAIT_SECONDS, env=env)
@@ -110,7 +110,7 @@ class ControlPlane:
         self.kubectl("create", "--filename=-", stdin=json.dumps(volume))
 
     def evict(self, namespace: str, pod: str, fails: bool = False) -> str:
-        """Ask for a pod to go, as a drain of its node does; with `fails` what says that it may not."""
+        """Evict a pod, as a drain of its node does; with `fails` return the refusal."""
         metadata = {"name": pod, "namespace": namespace}
         eviction = json.dumps({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata})
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"

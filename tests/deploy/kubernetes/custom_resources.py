@@ -97,7 +97,7 @@ SPECS: dict[tuple[str, str], Schema] = {
 
 
 def definitions() -> list[dict[str, Any]]:
-    """All of them, for an API server."""
+    """Return all definitions, for an API server."""
     return [_definition(api_version, kind, spec) for (api_version, kind), spec in SPECS.items()]
 
 

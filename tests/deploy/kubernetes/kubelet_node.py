@@ -32,7 +32,7 @@ START_SECONDS = 120.0
 
 
 def why_not() -> str:
-    """Reason why no node can be started here; empty when one can."""
+    """Return the reason why no node can be started here; empty when one can."""
     if os.geteuid() != 0:
         return "needs root"
     if not has_kubelet():
@@ -202,7 +202,7 @@ state = "/run/containerd"
         return [path for path in (hierarchy / self._cgroup for hierarchy in _hierarchies()) if path.exists()]
 
     def left_behind(self) -> list[str]:
-        """What it has left on the host, where there should be nothing: mounts, link, control groups, rules."""
+        """Return what it has left on the host, which should be nothing: mounts, link, control groups, rules."""
         mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(self.folder) in line]
         links = [path.name for path in Path("/sys/class/net").glob(self._bridge)]
         return mounts + links + [str(path) for path in self._cgroups()] + sorted(_rules() - self._rules_before)
@@ -218,13 +218,13 @@ wait $!
 
 
 def _rules() -> set[str]:
-    """Kubernetes' packet filter rules on the host, those of a cluster that it may be part of included."""
+    """Return Kubernetes' packet filter rules on the host, those of a cluster that it may be part of included."""
     rules = subprocess.run(["iptables-save"], capture_output=True, text=True).stdout.splitlines()
     return {rule for rule in rules if "KUBE-" in rule}
 
 
 def _hierarchies() -> list[Path]:
-    """The roots of the host's control groups: one with version 2, one a controller with version 1."""
+    """Return the roots of the host's control groups: one with version 2, one a controller with version 1."""
     if (CGROUPS / "cgroup.controllers").exists():
         return [CGROUPS]
     return [path for path in CGROUPS.iterdir() if path.is_dir() and not path.is_symlink()]

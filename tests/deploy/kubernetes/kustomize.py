@@ -1,4 +1,4 @@
-"""What kubectl makes of k8s/: the overlays, and each component on top of the smallest one."""
+"""kubectl's output for k8s/: the overlays, and each component on top of the smallest one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build(
     settings: dict[str, str] | None = None,
     patches: list[Document] | None = None,
 ) -> str:
-    """The documents of a variant in a namespace, as kubectl prints them; with a secret, as a user would write it.
+    """Build a variant's documents in a namespace, as kubectl prints them; with a secret, as a user would write it.
 
     settings: what the user's overlay sets in the ConfigMap. patches: further entries of its kustomization.
     """
@@ -68,14 +68,14 @@ def build(
 
 
 def copy_with_secret(folder: Path) -> None:
-    """A copy of k8s/ in `folder`, with the secret that a user makes."""
+    """Copy k8s/ to `folder`, with the secret that a user makes."""
     k8s = folder / "k8s"
     shutil.copytree(ROOT / "k8s", k8s)
     (k8s / "components" / "secret" / "secret.env").write_text(SECRET)
 
 
 def build_own(folder: Path, kustomization: str) -> str:
-    """What kubectl makes of a user's overlay beside k8s/ in `folder`. Raises RuntimeError with what it says."""
+    """Build a user's overlay next to k8s/ in `folder`. Raises RuntimeError with kubectl's message."""
     own = folder / "own"
     own.mkdir()
     (own / "kustomization.yaml").write_text(kustomization)
@@ -92,7 +92,7 @@ def _documents(variant: str) -> list[Document]:
 
 
 class Rendered:
-    """The documents of one variant, and what is looked up in them."""
+    """The documents of one variant, with lookups."""
 
     def __init__(self, variant: str) -> None:
         self.documents: list[Document] = copy.deepcopy(_documents(variant))
@@ -113,11 +113,11 @@ class Rendered:
         return self.template(name)["metadata"]["labels"]
 
     def selected(self, labels: dict[str, str]) -> list[str]:
-        """Names of the workloads whose pods have these labels."""
+        """Return names of the workloads whose pods have these labels."""
         return [name for name in self.workloads if labels.items() <= self.labels(name).items()]
 
     def containers(self) -> list[tuple[str, Document]]:
-        """(workload, container), those that only prepare included."""
+        """Return (workload, container), including init containers."""
         return [
             (name, container)
             for name in self.workloads
@@ -125,7 +125,7 @@ class Rendered:
         ]
 
     def services(self) -> list[tuple[str, Document]]:
-        """(workload, container) of what serves, and so has settings."""
+        """Return (workload, container) of services, which have settings."""
         return [
             (name, c)
             for name, c in self.containers()
@@ -133,7 +133,7 @@ class Rendered:
         ]
 
     def environment(self, container: Document) -> dict[str, str]:
-        """The container's variables as the kubelet sets them, `from-the-pod` for what only a running pod knows."""
+        """Return the variables as the kubelet sets them, `from-the-pod` for what only a running pod knows."""
         env: dict[str, str] = {}
         for source in container.get("envFrom", []):
             env |= self.of_kind("ConfigMap")[source["configMapRef"]["name"]]["data"]
@@ -162,7 +162,7 @@ def _expanded(text: str, env: dict[str, str]) -> str:
 
 
 def pod_template(document: Document) -> Document | None:
-    """The pod template of a workload of any kind."""
+    """Return the pod template of a workload of any kind."""
     spec = document.get("spec", {})
     template: Document | None = spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
     return template

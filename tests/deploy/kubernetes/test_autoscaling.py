@@ -1,4 +1,4 @@
-"""What autoscalers ask Prometheus: series that workers export, and the values that come back."""
+"""Queries of autoscalers to Prometheus: series that workers export, and the values that come back."""
 
 import json
 import re

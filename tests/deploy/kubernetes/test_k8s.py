@@ -37,7 +37,7 @@ def rendered(request):
 
 
 def closed(schema):
-    """The schema with no further properties anywhere, as an API server reads it in strict validation."""
+    """Return the schema without additional properties anywhere, as an API server reads it in strict validation."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""k8s/ as it is operated: grace periods, rights, room, and what each component promises."""
+"""k8s/ as it is operated: grace periods, permissions, resources, and the promises of each component."""
 
 import re
 import shutil

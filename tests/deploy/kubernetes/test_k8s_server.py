@@ -128,7 +128,7 @@ def test_pod_security_admits_every_pod(plane, variant):
 
 
 def pod_of(name, workload, namespace):
-    """A pod as the workload's controller would make it."""
+    """Make a pod as the workload's controller would."""
     template = pod_template(workload)
     assert template
     metadata = template["metadata"] | {"name": name, "namespace": namespace}

@@ -30,7 +30,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
 
 @pytest.fixture(scope="module")
 def small(node):
-    """One of each, ready."""
+    """Install one pod of each service; wait until all are ready."""
     start = time.monotonic()
     with installed(node, "small", "small") as found:
         found.wait_ready(3)
@@ -41,7 +41,7 @@ def small(node):
 
 @pytest.fixture(scope="module")
 def exact(small):
-    """The same with other settings: streams that move keep their tokens, and move soon when a worker drains."""
+    """Install it with other settings: streams that move keep their tokens, and move soon when a worker drains."""
     before = {pod["metadata"]["uid"] for pod in small.pods()}
     small.apply("small", {"MINI_INFER_DTYPE": "float32", "MINI_INFER_DRAIN_GRACE_SECONDS": "3"})
     small.wait_until("all pods are new", lambda: not before & {pod["metadata"]["uid"] for pod in small.pods()})
@@ -130,7 +130,7 @@ def test_a_stopped_engine_is_taken_out_of_service_and_then_replaced(exact):
 
 
 class Load:
-    """Streams one after the other in three threads, for the time of a `with`."""
+    """Runs streams one after the other in three threads, for the time of a `with`."""
 
     def __init__(self, installation: Installation, max_tokens: int) -> None:
         self._installation, self._max_tokens = installation, max_tokens
@@ -155,7 +155,7 @@ class Load:
         self._pool.shutdown()
 
     def count(self) -> int:
-        """Streams that were complete and right. Raises what a stream raised."""
+        """Return the number of complete and right streams. Raises the error of a stream."""
         return sum(run.result() for run in self._runs)
 
 
