@@ -121,7 +121,7 @@ async def test_a_worker_that_failed_a_choice_gets_it_last_when_the_chosen_one_go
 
 @pytest.mark.parametrize("end", ["stop", "failed", "lost"])
 async def test_parts_of_a_prompt_that_ends_on_the_prefill_worker_open_no_leg(end: str) -> None:
-    """It ends with its first token, fails or dies."""
+    """The prompt ends with its first token or fails, or its worker dies."""
     router = Router(prefill=1, decode=2)
     (prefill,) = router.prefill
     _, sink = router.request()

@@ -226,7 +226,7 @@ def test_all_apis_reason_as_a_plain_engine_does(served: Served) -> None:
 
 
 def test_all_apis_call_a_tool(served: Served) -> None:
-    """All call the same one: a grammar is followed without reasoning, and after a bounded one."""
+    """All call the same tool: a grammar is followed after omitted and after bounded reasoning."""
     most, tools = 160, [{"type": "function", "function": FUNCTION}]
     one: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
     fields = {**ASKED, "max_tokens": most, "tools": tools, **one}

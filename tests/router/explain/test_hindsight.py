@@ -27,7 +27,7 @@ def decided(prefill: list[WorkerView], decode: list[WorkerView], **fields: Any) 
 
 
 def facts(chosen: Candidate, num_output_tokens: int = TOKENS, **others: float) -> AnswerFacts:
-    """What was predicted of the chosen placement, and came so, but for the others."""
+    """Make facts that equal the predictions for the chosen placement, except for `others`."""
     terms = {**chosen.terms, **others}
     waits = terms["pull"] + terms["slot"] if chosen.prefill else 0.0
     first = LegFacts(chosen.prefill or chosen.decode, terms["queue"], terms["compute"], 0.0)

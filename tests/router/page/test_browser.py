@@ -109,7 +109,7 @@ def test_a_chat_goes_on_with_the_same_text_when_its_worker_is_killed(page: Any, 
 
 
 def kill_in_mid_answer(shared: Cluster) -> None:
-    """Kill the decode worker that answers. Both are stopped meanwhile: an answer takes half a second."""
+    """Kill the decode worker that answers. Both are stopped meanwhile, as an answer takes half a second."""
     names = [name for name in shared.services if name.startswith("decode")]
     for name in names:
         shared.services[name].signal(signal.SIGSTOP)
