@@ -54,6 +54,10 @@ class Linear:
             return self.dense(x)
         return self.gemm(self, x)
 
+    def gated(self, num_rows: int, is_gelu: bool) -> LinearLayer | None:
+        """Return a GEMM of its own that also applies silu(gate) * up, or GELU, for such a step; None: it has none."""
+        return None
+
     @property
     def is_plain(self) -> bool:
         """Whether `weight` is W itself, in the type of x and the order of x's columns."""

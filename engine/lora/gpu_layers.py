@@ -1,7 +1,8 @@
 """A model on a GPU whose layers add the adapters of a step's rows, and the lists of these rows.
 
 Its layers have another GEMM: shrink before the base GEMM, expand after it. They do not count as plain, so no op fuses
-them with what follows. If adapters may change the embedding, its lookup is not fused with the first norm either.
+them with what follows, except gate and up, whose GEMM applies adapters and activation in steps of 32 to 64 rows. If
+adapters may change the embedding, its lookup is not fused with the first norm either.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.gpu.pinning import upload
 from engine.layers.linear import Linear, LinearLayer
 from engine.lora.gpu_slots import GpuSlots
 from engine.models.model import Model
+from kernels.gpu.lora.gated_rows import GATED, gated_rows, takes_gated_rows
 from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import SlotWeights, config_of, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles, tile_rows
@@ -40,6 +42,7 @@ class StepTiles:
         count = num_tiles(max_tokens, num_slots)
         self._rows = torch.full((count, BLOCK_ROWS), NOTHING, dtype=torch.int32, device=device)
         self._slots = torch.full((count,), NOTHING, dtype=torch.int32, device=device)
+        self._tile_of_row = torch.full((max_tokens,), NOTHING, dtype=torch.int32, device=device)
         self._known: list[int] = []  # the rows written there
         self._of_prompts: RowTiles | None = None
 
@@ -53,9 +56,8 @@ class StepTiles:
         slot_of_row[tokens] = slots
         if (found := slot_of_row.tolist()) != self._known:
             self._known, tiles = found, tile_rows(slot_of_row, self._num_slots)
-            count = tiles.slots.shape[0]
-            self._rows[:count].copy_(upload(tiles.rows, torch.int32, self._device))
-            self._slots[:count].copy_(upload(tiles.slots, torch.int32, self._device))
+            for held, part in zip(self.of(num_tokens), tiles, strict=True):
+                held.copy_(upload(part, torch.int32, self._device))
 
     @contextmanager
     def of_prompts(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
@@ -73,7 +75,7 @@ class StepTiles:
         if self._of_prompts is not None:
             return self._of_prompts
         count = num_tiles(num_tokens, self._num_slots)
-        return RowTiles(self._rows[:count], self._slots[:count])
+        return RowTiles(self._rows[:count], self._slots[:count], self._tile_of_row[:num_tokens])
 
 
 class AdapterTiles:
@@ -151,9 +153,9 @@ def with_slots(model: Model, slots: GpuSlots, tiles: AdapterTiles) -> Model:
     for ref, weights in of_blocks:
         if weights is not None:
             plain = partial(_gemm, ref.layer, tiles.tokens, workspace)
-            ref.replace(_adapted(ref.layer, weights, tiles.tokens, plain))
+            ref.replace(AdaptedLinear(ref.layer, weights, tiles.tokens, plain))
     if tiles.head is not None and of_head is not None:
-        adapted.head = _adapted(model.head, of_head, tiles.head, model.head)
+        adapted.head = AdaptedLinear(model.head, of_head, tiles.head, model.head)
     return adapted
 
 
@@ -161,15 +163,31 @@ def _gemm(base: Linear, tiles: StepTiles, workspace: Any, x: Tensor) -> Tensor:
     return gemm(base, MANY_ROWS if tiles.has_prompts else x.shape[0], workspace)(x)
 
 
-def _adapted(base: Linear, weights: SlotWeights, tiles: StepTiles, plain: LinearLayer) -> Linear:
-    """Return the layer, which `plain` computes, plus its adapters."""
-    config = config_of(weights)
+class AdaptedLinear(Linear):
+    """A layer, which `plain` computes, plus its adapters."""
 
-    def add(_: Linear, x: Tensor) -> Tensor:
-        own = tiles.of(x.shape[0])
+    __slots__ = ("_base", "_plain", "_tiles", "_weights")
+
+    def __init__(self, base: Linear, weights: SlotWeights, tiles: StepTiles, plain: LinearLayer) -> None:
+        super().__init__(base.weight, gemm=self._add)
+        self._base, self._weights, self._tiles, self._plain = base, weights, tiles, plain
+
+    def _add(self, _: Linear, x: Tensor) -> Tensor:
+        own, weights, config = self._tiles.of(x.shape[0]), self._weights, config_of(self._weights)
         h = shrink(x, weights, own, config)
-        y = plain(x)
+        y = self._plain(x)
         expand(y, h, weights, own, config)
         return y
 
-    return Linear(base.weight, gemm=add)
+    def gated(self, num_rows: int, is_gelu: bool) -> LinearLayer | None:
+        """See Linear."""
+        base, weights = self._base, self._weights
+        if not base.is_plain or not takes_gated_rows(num_rows, weights):
+            return None
+
+        def run(x: Tensor) -> Tensor:
+            own = self._tiles.of(x.shape[0])
+            h = shrink(x, weights, own, GATED)
+            return gated_rows(x, base.weight, base.bias, h, weights, own, is_gelu)
+
+        return run

@@ -30,14 +30,15 @@ class GpuSlots:
         ]  # fmt: skip
         sizes = len(layers.tokens), (0, layers.hidden_size)
         self.embedding = SlotWeights.empty(count, max_rank, *sizes, dtype, device) if layers.embedding else None
-        self._device = device
+        self._device, self._dtype = device, dtype
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def fill(self, slot: int, file: AdapterFile) -> None:
         """Read the adapter into the slot, from any thread. Parts that it lacks get rank 0. Raises ConfigError."""
         with torch.cuda.stream(self._stream):  # no effect on a CPU
-            for weights, parts in zip((*self.layers, self.embedding), file.read_parts(self._device), strict=True):
+            read = file.read_parts(self._device, self._dtype)
+            for weights, parts in zip((*self.layers, self.embedding), read, strict=True):
                 if weights is None:
                     continue
                 ranks = torch.zeros(weights.ranks.shape[1], dtype=torch.int32)

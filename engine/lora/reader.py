@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils import get_total_norm
 
 from common.errors import ConfigError
 from common.lora.adapter_config import read_adapter_config
@@ -123,12 +125,20 @@ class AdapterFile:
             embedding = LowRank(part.a.to(dtype), (part.b.float() * part.scale).to(dtype))
         return AdapterWeights(tuple(pairs), embedding)
 
-    def read_parts(self, device: torch.device) -> list[list[ModulePart]]:
+    def read_parts(self, device: torch.device, dtype: torch.dtype) -> list[list[ModulePart]]:
         """Read the parts of each linear layer, separately for its modules; last those of the embedding, whose `a` is
-        (rank, vocab). Raises ConfigError.
+        (rank, vocab).
+
+        Raises ConfigError, also for weights that are infinite or undefined in `dtype`, on all ranks alike: kernels
+        multiply them by zeros for rows without this adapter.
         """
         tensors = self._tensors(device)
-        return [*(self._parts(layer, tensors) for layer in self._layers.linears), self._embedding_parts(tensors)]
+        read = [*(self._parts(layer, tensors) for layer in self._layers.linears), self._embedding_parts(tensors)]
+        largest = float(get_total_norm(tensors.values(), inf))
+        scale = max((abs(part.scale) for parts in read for part in parts), default=0.0)
+        if not largest * max(scale, 1.0) <= torch.finfo(dtype).max:
+            raise ConfigError(f"{self._path} holds weights that are infinite or undefined")
+        return read
 
     def _tensors(self, device: torch.device) -> dict[str, Tensor]:
         from safetensors import SafetensorError, safe_open

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.gpu.lora.gated_rows import GATED, gated_rows
 from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import LowRankConfig, SlotWeights, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, RowTiles, num_tiles
@@ -23,17 +24,27 @@ def test_low_rank(rank: int, k: int, starts: tuple[int, ...], compiled: list[Com
     weights, config = SlotWeights.empty(NUM_SLOTS, rank, k, starts, torch.bfloat16, META), LowRankConfig()
     for num_rows in (1, 64, 8192):
         count = num_tiles(num_rows, NUM_SLOTS)
-        tiles = RowTiles(ints(count, BLOCK_ROWS), ints(count))
+        tiles = RowTiles(ints(count, BLOCK_ROWS), ints(count), ints(num_rows))
         x, y = (torch.empty(num_rows, size, dtype=torch.bfloat16, device=META) for size in (k, starts[-1]))
         expand(y, shrink(x, weights, tiles, config), weights, tiles, config)
-    check(compiled, "_shrink_kernel", "_expand_kernel")
+    check(compiled, "_shrink_kernel", "shrink_few_kernel", "_expand_kernel", "expand_few_kernel")
 
 
 def test_look_up(compiled: list[Compiled]) -> None:
     weights, config = SlotWeights.empty(NUM_SLOTS, 16, 128256, (0, 4096), torch.bfloat16, META), LowRankConfig()
     for num_rows in (1, 64, 8192):
         count = num_tiles(num_rows, NUM_SLOTS)
-        tiles = RowTiles(ints(count, BLOCK_ROWS), ints(count))
+        tiles = RowTiles(ints(count, BLOCK_ROWS), ints(count), ints(num_rows))
         y = torch.empty(num_rows, 4096, dtype=torch.bfloat16, device=META)
         expand(y, look_up(ints(num_rows), weights, tiles), weights, tiles, config)
-    check(compiled, "_look_up_kernel", "_expand_kernel", spills={"_expand_few_kernel": 8})  # h has one split
+    check(compiled, "_look_up_kernel", "_expand_kernel", spills={"expand_few_kernel": 8})  # h has one split
+
+
+@pytest.mark.parametrize("num_rows", [64, pytest.param(32, marks=OTHER_SETTINGS)])
+def test_gate_and_up(num_rows: int, compiled: list[Compiled]) -> None:
+    weights = SlotWeights.empty(32, 16, 4096, (0, 14336, 2 * 14336), torch.bfloat16, META)
+    count = num_tiles(num_rows, 32)
+    tiles = RowTiles(ints(count, BLOCK_ROWS), ints(count), ints(num_rows))
+    x, weight = (torch.empty(size, 4096, dtype=torch.bfloat16, device=META) for size in (num_rows, 2 * 14336))
+    gated_rows(x, weight, None, shrink(x, weights, tiles, GATED), weights, tiles)
+    check(compiled, "_gated_rows_kernel", spills={"_gated_rows_kernel": 48})  # so that three programs fit

@@ -61,6 +61,8 @@ def gated_gemm(gate_up: Linear, num_rows: int, workspace: Any, is_gelu: bool = F
     """(num_rows, in) -> silu(gate) * up, (num_rows, out / 2). is_gelu: GELU instead."""
     if HAS_FEW_ROWS and (gated := gemms.gated_gemm(gate_up, num_rows, is_gelu)) is not None:
         return gated
+    if (gated := gate_up.gated(num_rows, is_gelu)) is not None:
+        return gated
     apart = gemm(gate_up, num_rows, workspace)
     return lambda x: silu_mul(apart(x), is_gelu)
 

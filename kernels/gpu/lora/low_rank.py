@@ -25,20 +25,20 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import FastLaunch, overlaps_launches, prefetch, wait_for_predecessor
+from kernels.gpu.lora.few_rows import LINE, dot_of_tile, expand_few_kernel, shrink_few_kernel
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles
 
 MAX_MODULES = 3  # per layer
 MIN_STRIP = 16  # outputs
 COLUMNS_OF_WARP = 128  # if rows are few: more columns of B do not fit into registers
 MAX_FEW_ROWS = 64  # rows of a step whose adapters have a few rows each
+FEW_BLOCK_K, FEW_STAGES = 128, 4  # of fuller tiles of such a step
 BLOCK_RANKS = 16  # at a time; ranks that an adapter lacks are not read
-FEW_ROWS = tl.constexpr(4)  # per tile: more are multiplied by tensor cores
-LINE = tl.constexpr(64)  # 16-bit numbers in a line of the L2 cache
 
 
 class LowRankConfig(NamedTuple):
     """block_k: columns of x at a time. split: columns per program of shrink. block_n: outputs at a time. strip: most
-    outputs per program of expand.
+    outputs per program of expand. few_split, few_warps: of shrink in steps of few rows.
     """
 
     block_k: int = 128
@@ -49,6 +49,8 @@ class LowRankConfig(NamedTuple):
     strip: int = 256
     expand_warps: int = 4
     expand_stages: int = 3
+    few_split: int = 512
+    few_warps: int = 4
 
 
 class SlotWeights(NamedTuple):
@@ -78,8 +80,8 @@ class SlotWeights(NamedTuple):
 
 
 def config_of(weights: SlotWeights) -> LowRankConfig:
-    """Choose a layer's configuration. More columns get larger splits, as each program of expand sums partials."""
-    return LowRankConfig() if weights.a.shape[-1] <= 8192 else LowRankConfig(512, 2048, 4, 3)
+    """Choose a layer's configuration. More columns get larger splits, since each program of expand sums partials."""
+    return LowRankConfig() if weights.a.shape[-1] <= 8192 else LowRankConfig(512, 2048, 4, 3, few_split=1024)
 
 
 @FastLaunch
@@ -109,100 +111,12 @@ def _shrink_kernel(
         return
     rows = tl.load(rows_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     has_row = rows >= 0
-    x_at = x_ptr + rows.to(tl.int64)[:, None] * x_stride
-    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for first in tl.range(begin, min(begin + SPLIT, K), BLOCK_K, num_stages=NUM_STAGES):
-        ks = first + tl.arange(0, BLOCK_K)
-        inside = (ks < K)[None, :]
-        x = tl.load(x_at + ks[None, :], mask=has_row[:, None] & inside, other=0.0)
-        a = tl.load(a_at + ks[None, :], mask=has_rank & inside, other=0.0)
-        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+    total = dot_of_tile(
+        x_ptr + rows.to(tl.int64)[:, None] * x_stride, a_at, has_row[:, None], has_rank, begin, K,
+        BLOCK_M, BLOCK_R, BLOCK_K, SPLIT, NUM_STAGES,
+    )  # fmt: skip
     h_at = h_ptr + ((tl.program_id(2) * num_rows + rows)[:, None] * MODULES + module) * RANK + ranks[None, :]
     tl.store(h_at, total, mask=has_row[:, None] & (ranks < RANK)[None, :])
-
-
-@triton.jit
-def _row_of_h(h_ptr, row, num_rows, module, first_rank, rank, MODULES: tl.constexpr, RANK: tl.constexpr,
-              BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
-    """Load a row of h (BLOCK_R,), zeros beyond the rank, or without a row."""
-    ranks = first_rank + tl.arange(0, BLOCK_R)[None, :]
-    splits = tl.arange(0, BLOCK_S)[:, None]
-    h_at = h_ptr + ((splits * num_rows + row) * MODULES + module) * RANK + ranks
-    return tl.sum(tl.load(h_at, mask=(ranks < rank) & (splits < SPLITS) & (row >= 0), other=0.0), 0)
-
-
-@triton.jit
-def _add_to_row(y_ptr, row, columns, delta, N, y_stride):
-    """Add `delta` to a row of y, if it exists."""
-    y_at = y_ptr + row.to(tl.int64) * y_stride + columns
-    exists = (columns < N) & (row >= 0)
-    y = tl.load(y_at, mask=exists, other=0.0).to(tl.float32) + delta
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=exists)
-
-
-@FastLaunch
-@triton.jit(do_not_specialize=["num_rows"])
-def _expand_few_kernel(
-    h_ptr, b_ptr, ranks_ptr, rows_ptr, slots_ptr, y_ptr, N, second, third, num_rows, y_stride,
-    MODULES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STRIP: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """Expand where most tiles have a row or two, which are multiplied without tensor cores, two at a time.
-
-    Loads and stores of a padded tile take longer than reading B. Arguments: see `_expand_kernel`.
-    """
-    tile = tl.program_id(0)
-    begin = tl.program_id(1) * STRIP
-    slot = tl.load(slots_ptr + tile)
-    rank = 0
-    module = (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
-    if slot >= 0:
-        rank = tl.load(ranks_ptr + slot * MODULES + module)
-    rows = tl.load(rows_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
-    count = tl.sum((rows >= 0).to(tl.int32), 0)
-    columns = begin + tl.arange(0, STRIP)
-    inside = (columns < N)[None, :]
-    ranks = tl.arange(0, BLOCK_R)
-    b_at = b_ptr + (slot.to(tl.int64) * RANK + ranks[:, None]) * N + columns[None, :]
-    LINES: tl.constexpr = (STRIP + LINE - 1) // LINE
-    if rank > 0:
-        prefetch(b_ptr + (slot.to(tl.int64) * RANK + tl.minimum(ranks, rank - 1)[:, None]) * N
-                 + tl.minimum(begin + tl.arange(0, LINES) * LINE, N - 1)[None, :], OVERLAPS)  # fmt: skip
-    wait_for_predecessor(OVERLAPS)
-    if rank == 0:
-        return
-    if count > FEW_ROWS:
-        has_row = (rows >= 0)[:, None]
-        y_at = y_ptr + rows.to(tl.int64)[:, None] * y_stride + columns[None, :]
-        total = tl.load(y_at, mask=has_row & inside, other=0.0).to(tl.float32)
-        for first_rank in range(0, rank, BLOCK_R):
-            in_rank = first_rank + ranks < rank
-            h = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for split in range(SPLITS):
-                h_at = h_ptr + ((split * num_rows + rows)[:, None] * MODULES + module) * RANK + first_rank
-                h += tl.load(h_at + ranks[None, :], mask=has_row & in_rank[None, :], other=0.0)
-            b = tl.load(b_at + first_rank * N, mask=in_rank[:, None] & inside, other=0.0)
-            total = tl.dot(h.to(b.dtype), b, total, input_precision="ieee")
-        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=has_row & inside)
-    else:
-        for index in range(0, count, 2):
-            row = tl.load(rows_ptr + tile * BLOCK_M + index)
-            other = tl.load(rows_ptr + tile * BLOCK_M + index + 1)
-            delta = tl.zeros((STRIP,), tl.float32)
-            delta_of_other = tl.zeros((STRIP,), tl.float32)
-            for first_rank in range(0, rank, BLOCK_R):
-                in_rank = (first_rank + ranks < rank)[:, None]
-                b = tl.load(b_at + first_rank * N, mask=in_rank & inside, other=0.0)
-                h = _row_of_h(h_ptr, row, num_rows, module, first_rank, rank, MODULES, RANK, BLOCK_R, SPLITS, BLOCK_S)
-                h_of_other = _row_of_h(
-                    h_ptr, other, num_rows, module, first_rank, rank, MODULES, RANK, BLOCK_R, SPLITS, BLOCK_S
-                )
-                h, h_of_other = h.to(b.dtype).to(tl.float32), h_of_other.to(b.dtype).to(tl.float32)
-                b = b.to(tl.float32)
-                delta += tl.sum(b * h[:, None], 0)
-                delta_of_other += tl.sum(b * h_of_other[:, None], 0)
-            _add_to_row(y_ptr, row, columns, delta, N, y_stride)
-            _add_to_row(y_ptr, other, columns, delta_of_other, N, y_stride)
 
 
 @FastLaunch
@@ -255,14 +169,18 @@ def shrink(x: Tensor, weights: SlotWeights, tiles: RowTiles, config: LowRankConf
         raise ValueError(
             f"x {tuple(x.shape)} does not fit a {tuple(weights.a.shape)}, or its rows are not contiguous"
         )
-    splits = triton.cdiv(k, config.split)
+    kernel, split, block_k = _shrink_kernel, config.split, config.block_k
+    warps, stages = config.num_warps, config.num_stages
+    if x.shape[0] <= MAX_FEW_ROWS:
+        kernel, split, block_k = shrink_few_kernel, config.few_split, min(FEW_BLOCK_K, config.few_split)
+        warps, stages = config.few_warps, FEW_STAGES
+    splits = triton.cdiv(k, split)
     h = torch.empty(splits, x.shape[0], modules, rank, dtype=torch.float32, device=x.device)
     overlaps = overlaps_launches(x)
-    _shrink_kernel[(tiles.slots.shape[0], modules * triton.cdiv(rank, BLOCK_RANKS), splits)](
+    kernel[(tiles.slots.shape[0], modules * triton.cdiv(rank, BLOCK_RANKS), splits)](
         x, weights.a, weights.ranks, tiles.rows, tiles.slots, h, k, x.shape[0], x.stride(0),
-        MODULES=modules, RANK=rank, BLOCK_M=BLOCK_ROWS, BLOCK_R=BLOCK_RANKS, BLOCK_K=config.block_k,
-        SPLIT=config.split, NUM_STAGES=config.num_stages, OVERLAPS=overlaps, num_warps=config.num_warps,
-        launch_pdl=overlaps,
+        MODULES=modules, RANK=rank, BLOCK_M=BLOCK_ROWS, BLOCK_R=BLOCK_RANKS, BLOCK_K=block_k, SPLIT=split,
+        NUM_STAGES=stages, OVERLAPS=overlaps, num_warps=warps, launch_pdl=overlaps,
     )  # fmt: skip
     return h
 
@@ -283,7 +201,7 @@ def expand(y: Tensor, h: Tensor, weights: SlotWeights, tiles: RowTiles, config: 
     launch = {"OVERLAPS": overlaps, "launch_pdl": overlaps}
     if is_few:
         block_s = triton.next_power_of_2(h.shape[0])
-        _expand_few_kernel[grid](*tensors, **common, BLOCK_R=BLOCK_RANKS, BLOCK_S=block_s, **launch, num_warps=1)
+        expand_few_kernel[grid](*tensors, **common, BLOCK_R=BLOCK_RANKS, BLOCK_S=block_s, **launch, num_warps=1)
     else:
         block_r = max(triton.next_power_of_2(rank), BLOCK_RANKS)
         _expand_kernel[grid](

@@ -17,10 +17,14 @@ NOTHING = -1
 
 
 class RowTiles(NamedTuple):
-    """rows: int32 (num_tiles, BLOCK_ROWS), of x; -1: none. slots: int32 (num_tiles,), the adapter's; -1: no tile."""
+    """rows: int32 (num_tiles, BLOCK_ROWS), of x; -1: none. slots: int32 (num_tiles,), the adapter's; -1: no tile.
+
+    tile_of_row: int32 (num_rows,), -1 without an adapter.
+    """
 
     rows: Tensor
     slots: Tensor
+    tile_of_row: Tensor
 
 
 def num_tiles(num_rows: int, num_slots: int) -> int:
@@ -41,4 +45,6 @@ def tile_rows(slot_of_row: Any, num_slots: int) -> RowTiles:
     tile = np.cumsum(place % BLOCK_ROWS == 0) - 1
     rows[tile, place % BLOCK_ROWS] = order
     slots[tile] = own
-    return RowTiles(torch.from_numpy(rows), torch.from_numpy(slots))
+    tile_of_row = np.full((len(slot_of_row),), NOTHING, np.int32)
+    tile_of_row[order] = tile
+    return RowTiles(*(torch.from_numpy(part) for part in (rows, slots, tile_of_row)))

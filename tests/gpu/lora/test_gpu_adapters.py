@@ -23,10 +23,12 @@ from engine.config import GpuConfig
 from engine.engine import Engine
 from engine.gpu.runner import GpuRunner
 from engine.loader.load import load_model
+from engine.lora import gpu_layers
 from engine.lora.adapters import open_adapters
 from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters
 from engine.lora.gpu_slots import SlotStore
 from engine.request import SamplingParams
+from kernels.gpu.lora.gated_rows import MAX_ROWS, gated_rows
 from kvstore.layout import Shard
 from tests.gpu.late_compiles.test_late_compiles import nothing_is_compiled_yet
 from tests.gpu.models import save_tiny_model
@@ -160,6 +162,47 @@ def test_a_batch_of_adapters_equals_merged_models(
     assert bool(graphs) == has_graphs
     assert answers(made, asked[3::-1]) == wanted[3::-1]  # from the prefix cache
     assert answers(made, asked[1:2]) == wanted[1:2]  # no step has adapters
+
+
+def test_gate_and_up_in_one_kernel_with_adapters_and_activation(
+    model: Path, adapters: list[Path], known: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As wide layers of 16 bits have it in steps of 32 to 64 rows."""
+    first, second, third = adapters
+    asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
+    steps: list[int] = []
+
+    def counted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        steps.append(x.shape[0])
+        return gated_rows(x, *args)
+
+    monkeypatch.setattr(gpu_layers, "gated_rows", counted)
+    monkeypatch.setattr(gpu_layers, "takes_gated_rows", lambda num_rows, _: num_rows <= MAX_ROWS)
+    made = open_engine(model, monkeypatch, max_num_batched_tokens=24)
+    assert answers(made, asked) == merged_answers(model, asked, known, monkeypatch)
+    assert steps
+
+
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would change the rows of other adapters."""
+    folder = write_adapter(tmp_path / "broken", {"model.layers.0.self_attn.o_proj.weight": (64, 64)}, ("o_proj",))
+    stored = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in stored if "lora_B" in name)
+    stored[name][3, 0] = torch.inf
+    save_file(stored, folder / "adapter_model.safetensors")
+    made = open_engine(model, monkeypatch)
+    request = made.add_request(PROMPTS[0], GREEDY, adapter=str(AdapterRef.of(folder)))
+    errors: list[str] = []
+    end = time.monotonic() + 60
+    while made.has_work() and time.monotonic() < end:
+        errors += [output.error for output in made.step().outputs if output.error]
+    assert not request.output_token_ids
+    assert "holds weights that are infinite or undefined" in errors[0]
+    after = made.add_request(PROMPTS[0], GREEDY)
+    run(made)
+    assert len(after.output_token_ids) == GREEDY.max_tokens
 
 
 def test_more_adapters_than_slots_take_turns(
