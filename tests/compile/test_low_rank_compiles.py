@@ -47,4 +47,4 @@ def test_gate_and_up(num_rows: int, compiled: list[Compiled]) -> None:
     tiles = RowTiles(ints(count, BLOCK_ROWS), ints(count), ints(num_rows))
     x, weight = (torch.empty(size, 4096, dtype=torch.bfloat16, device=META) for size in (num_rows, 2 * 14336))
     gated_rows(x, weight, None, shrink(x, weights, tiles, GATED), weights, tiles)
-    check(compiled, "_gated_rows_kernel", spills={"_gated_rows_kernel": 192})  # before its loop over K, so that three programs fit
+    check(compiled, "_gated_rows_kernel", spills={"_gated_rows_kernel": 64})  # outside of its loops

@@ -3,7 +3,7 @@
     y = silu(x W_gate^T + H B_gate) * (x W_up^T + H B_up), or with GELU
     H[i, (t, m)] = h[i, m] if row i is in tile t, else 0        B[(t, m), n] of the tile's adapter
 
-`gated_gemm.py` of `kernels/gpu/few_rows`, whose sums begin with the adapters of all rows: a program streams its
+`gated_gemm.py` of `kernels/gpu/few_rows`, whose sums continue over the adapters of all rows: a program streams its
 columns of every adapter's B once, and tensor cores multiply them by h (`shrink`) with zeros for the rows of other
 tiles (`row_tiles.py`). So neither the outputs of gate and up nor what adapters add to them is written to memory. Each
 program sums the partials of h, so shrink should make few: see GATED.
@@ -32,39 +32,38 @@ BLOCK_N, BLOCK_K, NUM_STAGES = 64, 64, 3
 TILES = 4  # at a time
 EXPAND_STAGES = 3
 MAX_REGISTERS = 168  # so that three programs fit into a multiprocessor
-GATED = LowRankConfig(few_split=1024, few_warps=8)  # of its shrink, for few partials
-
-
-@triton.jit
-def _load_h(h_ptr, tile_of_row, ranks, rows, module, first_rank, M, RANK: tl.constexpr, SPLITS: tl.constexpr,
-            BLOCK_R: tl.constexpr, NOTHING: tl.constexpr):  # fmt: skip
-    """Sum shrink's partials: (rows, BLOCK_R), zeros beyond the rank and without an adapter."""
-    of_row = tl.where(tile_of_row == NOTHING, 0, tl.gather(ranks, tl.maximum(tile_of_row, 0), 0))
-    own = first_rank + tl.arange(0, BLOCK_R)[None, :]
-    h = tl.zeros((rows.shape[0], BLOCK_R), tl.float32)
-    for split in tl.static_range(SPLITS):
-        h_at = h_ptr + ((split * M + rows)[:, None] * 2 + module) * RANK + own
-        h += tl.load(h_at, mask=own < of_row[:, None], other=0.0)
-    return h
+GATED = LowRankConfig(few_split=1024, few_warps=8)  # of its shrink
 
 
 @triton.jit
 def _add_adapters(
-    total, h, b_ptr, slots, ranks, tile_of_row, module, first_rank, columns, N, num_tiles, RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr, TILES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    total, h_ptr, b_ptr, ranks_ptr, slots_ptr, tile_of_row, module, rows, columns, M, N, num_tiles,
+    RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NOTHING: tl.constexpr,
 ):  # fmt: skip
     """Add the transposed H B of a module to total (columns, rows)."""
-    M: tl.constexpr = h.shape[0]
-    repeated = tl.broadcast_to(h.to(b_ptr.dtype.element_ty)[:, None, :], (M, TILES, BLOCK_R))
-    repeated = tl.reshape(repeated, (M, TILES * BLOCK_R))
+    tiles = tl.arange(0, BLOCK_T)
+    slots = tl.load(slots_ptr + tiles, mask=tiles < num_tiles, other=-1)
+    ranks_of_tiles = tl.load(ranks_ptr + slots * 2 + module, mask=slots >= 0, other=0)
+    rank_of_row = tl.gather(ranks_of_tiles, tl.maximum(tile_of_row, 0), 0)
+    rank_of_row = tl.where(tile_of_row == NOTHING, 0, rank_of_row)[:, None]
+    used = tl.sum((slots >= 0).to(tl.int32), 0)  # these come first
     lines = tl.arange(0, TILES * BLOCK_R)
-    for first in tl.range(0, num_tiles, TILES, num_stages=NUM_STAGES):
-        tile, rank = first + lines // BLOCK_R, first_rank + lines % BLOCK_R
-        exists = rank < tl.gather(ranks, tile, 0)
-        b_at = b_ptr + ((tl.gather(slots, tile, 0).to(tl.int64) * RANK + rank) * 2 + module)[:, None] * N
-        b = tl.load(b_at + columns[None, :], mask=exists[:, None] & (columns < N)[None, :], other=0.0)
-        own = tl.where(tile_of_row[:, None] == tile[None, :], repeated, 0.0)
-        total = tl.dot(tl.trans(b), tl.trans(own), total, input_precision="ieee")
+    for first_rank in range(0, tl.max(ranks_of_tiles, 0), BLOCK_R):
+        ranks = first_rank + tl.arange(0, BLOCK_R)[None, :]
+        h = tl.zeros((rows.shape[0], BLOCK_R), tl.float32)
+        for split in tl.static_range(SPLITS):
+            h_at = h_ptr + ((split * M + rows)[:, None] * 2 + module) * RANK + ranks
+            h += tl.load(h_at, mask=ranks < rank_of_row, other=0.0)
+        h = tl.broadcast_to(h.to(b_ptr.dtype.element_ty)[:, None, :], (rows.shape[0], TILES, BLOCK_R))
+        h = tl.reshape(h, (rows.shape[0], TILES * BLOCK_R))
+        for first in tl.range(0, used, TILES, num_stages=NUM_STAGES):
+            tile, rank = first + lines // BLOCK_R, first_rank + lines % BLOCK_R
+            exists = rank < tl.gather(ranks_of_tiles, tile, 0)
+            b_at = b_ptr + ((tl.gather(slots, tile, 0).to(tl.int64) * RANK + rank) * 2 + module)[:, None] * N
+            b = tl.load(b_at + columns[None, :], mask=exists[:, None] & (columns < N)[None, :], other=0.0)
+            own = tl.where(tile_of_row[:, None] == tile[None, :], h, 0.0)
+            total = tl.dot(tl.trans(b), tl.trans(own), total, input_precision="ieee")
     return total
 
 
@@ -80,30 +79,13 @@ def _gated_rows_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
     inside = (columns < N)[:, None]
-    tiles = tl.arange(0, BLOCK_T)
-    slots = tl.load(slots_ptr + tiles, mask=tiles < num_tiles, other=-1)
-    gate_ranks = tl.load(ranks_ptr + slots * 2, mask=slots >= 0, other=0)
-    up_ranks = tl.load(ranks_ptr + slots * 2 + 1, mask=slots >= 0, other=0)
-    tile_of_row = tl.load(tile_of_row_ptr + rows, mask=rows < M, other=NOTHING)
-    wait_for_predecessor(OVERLAPS)
-    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    used = tl.sum((slots >= 0).to(tl.int32), 0)  # before all others
-    for first_rank in range(0, tl.max(tl.maximum(gate_ranks, up_ranks), 0), BLOCK_R):
-        h_gate = _load_h(h_ptr, tile_of_row, gate_ranks, rows, 0, first_rank, M, RANK, SPLITS, BLOCK_R, NOTHING)
-        h_up = _load_h(h_ptr, tile_of_row, up_ranks, rows, 1, first_rank, M, RANK, SPLITS, BLOCK_R, NOTHING)
-        gate = _add_adapters(
-            gate, h_gate, b_ptr, slots, gate_ranks, tile_of_row, 0, first_rank, columns, N, used, RANK, BLOCK_R,
-            TILES, EXPAND_STAGES,
-        )  # fmt: skip
-        up = _add_adapters(
-            up, h_up, b_ptr, slots, up_ranks, tile_of_row, 1, first_rank, columns, N, used, RANK, BLOCK_R,
-            TILES, EXPAND_STAGES,
-        )  # fmt: skip
     has_row = (rows < M)[:, None]
     x_rows = x_ptr + rows[:, None] * x_stride
     gate_rows = weight_ptr + columns.to(tl.int64)[:, None] * K
     up_rows = gate_rows + N.to(tl.int64) * K
+    wait_for_predecessor(OVERLAPS)
+    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         ks = first + tl.arange(0, BLOCK_K)
         if EVEN:
@@ -118,6 +100,15 @@ def _gated_rows_kernel(
     if HAS_BIAS:
         gate += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + N + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+    tile_of_row = tl.load(tile_of_row_ptr + rows, mask=rows < M, other=NOTHING)
+    gate = _add_adapters(
+        gate, h_ptr, b_ptr, ranks_ptr, slots_ptr, tile_of_row, 0, rows, columns, M, N, num_tiles,
+        RANK, SPLITS, BLOCK_T, BLOCK_R, TILES, EXPAND_STAGES, NOTHING,
+    )  # fmt: skip
+    up = _add_adapters(
+        up, h_ptr, b_ptr, ranks_ptr, slots_ptr, tile_of_row, 1, rows, columns, M, N, num_tiles,
+        RANK, SPLITS, BLOCK_T, BLOCK_R, TILES, EXPAND_STAGES, NOTHING,
+    )  # fmt: skip
     y = gate_times(gate, up, IS_GELU)
     outputs = rows.to(tl.int64)[None, :] * N + columns[:, None]
     tl.store(out_ptr + outputs, y.to(out_ptr.dtype.element_ty), mask=inside & (rows < M)[None, :])
