@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.loader.load import LoadedModel
 from engine.lora.cpu_layers import CpuAdapter
 from engine.lora.cpu_runner import LoraCpuRunner
-from engine.lora.layers import Layers, can_change, layers_of, limited
+from engine.lora.layers import Layers, can_change, layers_of, limited, of_stage
 from engine.lora.reader import AdapterFile
 from engine.lora.settings import LoraSettings
 from engine.lora.store import AdapterStore
@@ -31,12 +31,17 @@ def open_adapters(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
     layers = layers_of(loaded.config, loaded.model.config, loaded.shard)
     if settings.lora_target_modules:
         layers = limited(layers, settings.lora_target_modules.split(","))
+    num_layers = loaded.config.num_layers
+    stage = range(*(loaded.shard.layers or (0, num_layers)))
+    if len(stage) < num_layers:
+        layers = of_stage(layers, stage, num_layers)
     kind: type[CpuAdapters | GpuAdapters] = CpuAdapters
     if loaded.device.type == "cuda":
         from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters  # both need triton
 
-        kind = FollowedGpuAdapters if loaded.shard.rank else GpuAdapters
-    adapters = kind(loaded, layers, settings)
+        leads = loaded.shard.rank == 0 and stage.stop == num_layers
+        kind = GpuAdapters if leads else FollowedGpuAdapters
+    adapters = kind(loaded, layers, settings, config.pp)
     for module in parse_lora_modules(settings.lora_modules):
         adapters.preload(str(AdapterRef.of(module.folder)))
     return adapters
@@ -45,7 +50,7 @@ def open_adapters(loaded: LoadedModel, config: EngineConfig) -> Adapters | None:
 class CpuAdapters(AdapterStore[CpuAdapter]):
     """See Adapters in engine.wings."""
 
-    def __init__(self, loaded: LoadedModel, layers: Layers, settings: LoraSettings) -> None:
+    def __init__(self, loaded: LoadedModel, layers: Layers, settings: LoraSettings, _: int) -> None:
         def open_file(ref: AdapterRef) -> AdapterFile:
             return AdapterFile(ref, layers, settings.max_lora_rank)
 

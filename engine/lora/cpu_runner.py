@@ -16,6 +16,7 @@ from engine.lora.runner import AdaptedSteps
 from engine.lora.store import AdapterStore
 from engine.plan import StepResult
 from engine.ranks import SINGLE, RankContext, Seams
+from kvstore.layout import WHOLE
 
 
 class LoraCpuRunner(AdaptedSteps, CpuRunner):
@@ -30,7 +31,7 @@ class LoraCpuRunner(AdaptedSteps, CpuRunner):
         config: EngineConfig,
         ranks: RankContext[Seams] = SINGLE,
     ) -> None:
-        self._is_alone = loaded.shard.size == 1
+        self._is_alone = loaded.shard == WHOLE
         self._adapters = adapters
         self._rows = AdapterRows()
         super().__init__(loaded, kv_pool, host_buffer, config, ranks)

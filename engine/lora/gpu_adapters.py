@@ -15,9 +15,9 @@ from engine.lora.settings import LoraSettings
 
 
 class GpuAdapters(SlotStore):
-    """See Adapters in engine.wings. For the first rank, if there are several."""
+    """See Adapters in engine.wings. For the engine's own rank, if there are several."""
 
-    def __init__(self, loaded: LoadedModel, layers: Layers, settings: LoraSettings) -> None:
+    def __init__(self, loaded: LoadedModel, layers: Layers, settings: LoraSettings, num_stages: int) -> None:
         if not settings.lora_target_modules:  # the vocabulary takes much memory, and two launches per step each
             layers = without_vocabulary(layers)
         slots = GpuSlots(layers, settings.max_loras, settings.max_lora_rank, loaded.dtype, loaded.device)
@@ -25,7 +25,7 @@ class GpuAdapters(SlotStore):
         def open_file(ref: AdapterRef) -> AdapterFile:
             return AdapterFile(ref, layers, settings.max_lora_rank)
 
-        super().__init__(open_file, slots.fill, settings.max_loras)
+        super().__init__(open_file, slots.fill, settings.max_loras, max(num_stages, 2))
         self._in_memory = slots
 
     def runner(self, *args: Any, gpu: GpuConfig, max_model_len: int) -> LoraGpuRunner:
@@ -35,4 +35,4 @@ class GpuAdapters(SlotStore):
 
 
 class FollowedGpuAdapters(FollowedSlots, GpuAdapters):
-    """The adapters of a rank other than the first."""
+    """The adapters of a rank other than the engine's."""

@@ -20,6 +20,7 @@ from engine.plan import ScheduledRow
 from engine.request_states import RequestState
 from engine.wings import OnProgress, no_progress
 from kernels.gpu.lora.row_tiles import NOTHING
+from kvstore.layout import WHOLE
 
 if TYPE_CHECKING:
     from engine.prompt_graphs.graphs import PromptGraphs
@@ -31,10 +32,10 @@ class LoraGpuRunner(AdaptedSteps, GpuRunner):
     def __init__(self, adapters: SlotStore, slots: GpuSlots, loaded: LoadedModel, *args: Any) -> None:
         """args: the other arguments of GpuRunner."""
         super().__init__(loaded, *args)
-        self._adapters, self._is_alone = adapters, loaded.shard.size == 1
+        self._adapters, self._is_alone = adapters, loaded.shard == WHOLE
         self._adapted_prompts: PromptGraphs | None = None
         self._tiles = AdapterTiles(slots, max(self._max_rows, MAX_GRAPH_TOKENS), loaded.device)
-        model = with_slots(loaded.model, slots, self._tiles)
+        model = self._ranks.inbox.model(with_slots(loaded.model, slots, self._tiles))
         forward = self._forward.of_ops(AdaptedForwards(model, self._ranks))
         self._plain = self._forward, self._decodes
         self._adapted = forward, self._open_decodes(forward)

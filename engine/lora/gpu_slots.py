@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -61,9 +62,12 @@ class SlotStore(AdapterStore[int]):
     """Adapters as slot numbers. A slot stays its adapter's as long as requests ask for it before every step."""
 
     def __init__(
-        self, open_file: Callable[[AdapterRef], AdapterFile], fill: Callable[[int, AdapterFile], None], capacity: int
-    ) -> None:
+        self, open_file: Callable[[AdapterRef], AdapterFile], fill: Callable[[int, AdapterFile], None], capacity: int,
+        num_steps: int = 2,
+    ) -> None:  # fmt: skip
+        """num_steps: at most so many steps are in flight, counting the one that is planned."""
         super().__init__(open_file, self._read_into, capacity)
+        self.num_steps = num_steps
         self._fill = fill
         self._vacant = list(range(capacity))
         self._slots: dict[str, int] = {}
@@ -148,16 +152,15 @@ class FollowedSlots(SlotStore):
 class SlotQuestion:
     """Whether a request's adapter is in a slot; asked when a step that may have a row of the request is planned.
 
-    A slot may be taken if nobody has asked for its adapter since this request's question before the last: running
-    requests are asked first, so neither the planned step nor the one in flight reads that slot.
+    A slot may be taken if nobody has asked for its adapter since this request's question of `num_steps` plans ago:
+    running requests are asked first, so neither the planned step nor those in flight read that slot.
     """
 
     def __init__(self, store: SlotStore, name: str, file: AdapterFile) -> None:
         self._store, self._name, self._file = store, name, file
-        self._asked = NEVER, NEVER  # turns of the last two questions
+        self._asked = deque([NEVER] * store.num_steps, store.num_steps)  # turns of the last questions
 
     def __call__(self) -> bool:
-        before_last, last = self._asked
-        found = self._store.ask(self._name, self._file, before_last)
-        self._asked = last, self._store.turn
+        found = self._store.ask(self._name, self._file, self._asked[0])
+        self._asked.append(self._store.turn)
         return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.fused.stored_rows import StoredRows, stored_rows
-from engine.layers.attention import Attention
+from engine.layers.attention import Attention, AttentionBlock
 from engine.layers.block import Block, LinearRef
 from engine.layers.mlp import Mlp
 from engine.layers.weights import Part, Partition, ShapeRecorder
@@ -44,13 +44,14 @@ class Module:
 class Layer:
     """A linear layer, in the order of `Model.linears`. modules: empty if adapters may not change it.
 
-    num_columns: of the modules, of which the layer has `columns`.
+    num_columns: of the modules, of which the layer has `columns`. number: of the decoder layer that it is part of.
     """
 
     num_rows: int
     num_columns: int
     columns: range
     modules: tuple[Module, ...] = ()
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class Layers:
     """Everything that adapters of a model may change.
 
     embedding: its module's name; empty: adapters may not change it. tokens: the rank's part of the vocabulary.
-    left_out: modules that adapters may change only if --lora-target-modules names them.
+    left_out: modules that adapters may change only if --lora-target-modules names them. whole: of all stages, if this
+    is one of several.
     """
 
     linears: tuple[Layer, ...]
@@ -67,6 +69,7 @@ class Layers:
     vocab_size: int
     hidden_size: int
     left_out: frozenset[str] = frozenset()
+    whole: Layers | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -99,7 +102,16 @@ def limited(layers: Layers, targets: Collection[str]) -> Layers:
 def without_vocabulary(layers: Layers) -> Layers:
     """Leave out the embedding and the output projection."""
     kept = replace(layers, linears=(*layers.linears[:-1], replace(layers.linears[-1], modules=())), embedding="")
-    return replace(kept, left_out=layers.names - kept.names)
+    whole = None if layers.whole is None else without_vocabulary(layers.whole)
+    return replace(kept, left_out=layers.names - kept.names, whole=whole)
+
+
+def of_stage(layers: Layers, own: range, num_layers: int) -> Layers:
+    """Return the part of a pipeline stage of the decoder layers `own`, of `num_layers`."""
+    *of_blocks, head = layers.linears
+    linears = [each for each in of_blocks if each.number in own]
+    linears.append(head if own.stop == num_layers else replace(head, modules=()))
+    return replace(layers, linears=tuple(linears), embedding="" if own.start else layers.embedding, whole=layers)
 
 
 class _Recorder(ShapeRecorder):
@@ -123,13 +135,13 @@ def can_change(block: Block) -> bool:
 
 
 def layers_of(config: ModelConfig, of_rank: ModelConfig | None = None, shard: Shard = WHOLE) -> Layers:
-    """Return what adapters of this config's model may change: some of its blocks, embedding and head.
+    """Return what adapters of this config's model may change: some of its blocks, embedding and head, in all stages.
 
     of_rank: the config of a rank's part of the model.
     """
     family, recorder = family_of(config.architecture), _Recorder()
     whole = family.skeleton(config)[1]
-    model = family.build(of_rank or config, recorder)
+    model = family.build(replace(of_rank or config, num_layers=config.num_layers), recorder)
     stored = stored_rows(whole, family.fused, config)
 
     def part(name: str) -> Part:
@@ -139,8 +151,12 @@ def layers_of(config: ModelConfig, of_rank: ModelConfig | None = None, shard: Sh
 
         return part_of(whole[name], recorder.shapes[name], recorder.partitions[name], shard)
 
-    refs = [(ref, can_change(block)) for block in model.blocks for ref in block.linears()]
-    linears = [_layer(ref, {name: part(name) for name in ref.layer.names}, whole, stored, ok) for ref, ok in refs]
+    linears, number = [], -1
+    for block in model.blocks:
+        number += isinstance(block.inner, AttentionBlock)
+        for ref in block.linears():
+            parts = {name: part(name) for name in ref.layer.names}
+            linears.append(replace(_layer(ref, parts, whole, stored, can_change(block)), number=number))
     vocab_size, hidden_size = config.vocab_size, config.hidden_size
     [name] = [name for name in whole if name.endswith("embed_tokens.weight")]
     rows = part(model.head.names[0])[0]

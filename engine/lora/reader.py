@@ -70,28 +70,26 @@ class AdapterFile:
                 f"the adapter has rank {self._config.max_rank}, workers were started with --max-lora-rank {max_rank}"
             )
         self._path = ref.folder / WEIGHTS_NAME
-        self._layers = layers
+        self._layers, self._all = layers, layers.whole or layers
         self._stored = {name.removeprefix(PREFIX): (name, found) for name, found in read_header(self._path).items()}
         self._check()
 
     @property
     def changes_head(self) -> bool:
-        return any(module.name + A in self._stored for module in self._layers.linears[-1].modules)
+        return any(module.name + A in self._stored for module in self._all.linears[-1].modules)
 
     def _check(self) -> None:
         if not self._stored:
             raise ConfigError(f"{WEIGHTS_NAME} holds no weights")
-        known, modules = (
-            self._layers.names,
-            {m.name: (layer, m) for layer in self._layers.linears for m in layer.modules},
-        )
+        known = self._all.names
+        modules = {m.name: (layer, m) for layer in self._all.linears for m in layer.modules}
         for name, (_, found) in self._stored.items():
             suffix = next((each for each in PARTNERS if name.endswith(each)), None)
             if suffix is None:
                 raise ConfigError(f"the adapter holds {name[:200]}, which is no weight of plain LoRA")
             module = name.removesuffix(suffix)
-            is_embedding = module == self._layers.embedding
-            if module in self._layers.left_out:
+            is_embedding = module == self._all.embedding
+            if module in self._all.left_out:
                 raise ConfigError(f"the adapter changes {module}, which --lora-target-modules of workers has to name")
             if module not in known or is_embedding is not (suffix in (EMBEDDING_A, EMBEDDING_B)):
                 raise ConfigError(f"the adapter changes {module[:200]}, which adapters of this model cannot")
@@ -99,7 +97,7 @@ class AdapterFile:
                 raise ConfigError(f"the adapter has {name} without its partner {module + PARTNERS[suffix]}")
             rank = self._config.rank_of(module)
             if is_embedding:
-                num_columns, num_rows = self._layers.vocab_size, self._layers.hidden_size
+                num_columns, num_rows = self._all.vocab_size, self._all.hidden_size
             else:
                 layer, place = modules[module]
                 num_columns, num_rows = layer.num_columns, place.num_outputs

@@ -8,7 +8,7 @@ from common.config import check_positive, require, setting
 from common.lora.modules import parse_lora_modules
 from engine.wings import EngineWing
 
-NO_STAGES = "--enable-lora with --pp is not supported yet: use --tp"
+NO_REMOTE_STAGE = "--enable-lora with --stage-address is not supported: both hosts would have to hold the adapters"
 NO_FP8 = (
     "--enable-lora with --kv-cache-dtype fp8 is not supported: its scales are folded into the model's own weights"
 )
@@ -22,7 +22,7 @@ class LoraSettings(EngineWing):
     enable_lora: bool = setting(
         False, "serve LoRA adapters, in PEFT's format (--lora-modules, POST /v1/load_lora_adapter)",
         excludes={
-            ("pp",): NO_STAGES, ("kv_cache_dtype",): NO_FP8, ("simulated_steps",): NO_STEPS,
+            ("stage_address",): NO_REMOTE_STAGE, ("kv_cache_dtype",): NO_FP8, ("simulated_steps",): NO_STEPS,
             ("model_impl",): NO_FOREIGN,
             (
                 "expert_parallel", "expert_load_file", "expert_placement", "expert_rebalance_interval",

@@ -93,13 +93,13 @@ def _start(link: socket.socket, start: FollowerStart) -> Any:
     if on_gpu:
         torch.cuda.set_device(device)
     loaded = load_model(resolve_model(start.engine.model), start.engine, device, start.shard, stage=start.stage)
+    adapters = adapters_of(loaded, start.engine)  # before the pool is sized: they take GPU memory
     send_frame(link, msgspec.msgpack.encode(FollowerLoaded(loaded.fingerprint, _num_blocks(loaded, start))))
     pool, fds = _receive(link, FollowerPool)
     config = replace(start.engine, num_gpu_blocks=pool.num_blocks)
     geometry = pool_geometry(loaded.config, config, loaded.fingerprint, loaded.dtype, loaded.shard)
     slots = torch.zeros(pool.num_host_slots, geometry.block_bytes, dtype=torch.uint8) if pool.num_host_slots else None
     folder, is_alone = Path(start.folder), start.shard.size == 1
-    adapters = adapters_of(loaded, config)
     runner: Any
     if on_gpu:
         from engine.gpu.runner import GpuRunner

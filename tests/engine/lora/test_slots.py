@@ -21,11 +21,11 @@ NAMES = [str(AdapterRef(f"{index:032x}", Path(f"/adapters/{index}"))) for index 
 class Fakes:
     """A store over files that need no reading; records which adapter was put into which slot."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, num_steps: int = 2) -> None:
         self.filled: list[tuple[int, AdapterRef]] = []
         self.may_read = threading.Event()
         self.may_read.set()
-        self.store = SlotStore(self.open_file, self.fill, capacity)
+        self.store = SlotStore(self.open_file, self.fill, capacity, num_steps)
 
     @staticmethod
     def open_file(ref: AdapterRef) -> AdapterFile:
@@ -57,15 +57,17 @@ def test_a_slot_stays_while_its_request_asks() -> None:
     assert fakes.store.get(NAMES[0]) == 0
 
 
-def test_it_goes_to_another_when_no_step_in_flight_can_read_it() -> None:
-    fakes = Fakes(1)
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_it_goes_to_another_when_no_step_in_flight_can_read_it(num_steps: int) -> None:
+    fakes = Fakes(1, num_steps)
     running = fakes.request(0)
     fakes.finish_reading()
     waiting = fakes.request(1)
     assert running()
     waiting()  # a step is planned, and runs
-    waiting()  # another one without the first request
-    assert [*fakes.store._loads] == [NAMES[0]]
+    for _ in range(num_steps - 1):
+        waiting()  # others without the first request
+        assert [*fakes.store._loads] == [NAMES[0]]
     waiting()  # the first step has ended
     assert [*fakes.store._loads] == [NAMES[1]]
     fakes.finish_reading()

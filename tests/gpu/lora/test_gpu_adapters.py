@@ -19,7 +19,7 @@ import engine.lora.adapters
 from common.errors import InvalidRequestError
 from common.lora.adapter_ref import AdapterRef
 from common.model_files import ModelFiles
-from engine.config import GpuConfig
+from engine.config import GpuConfig, Stage
 from engine.engine import Engine
 from engine.gpu.runner import GpuRunner
 from engine.loader.load import load_model
@@ -222,31 +222,37 @@ def test_more_adapters_than_slots_take_turns(
     assert len(store._files) == 1
 
 
-def open_two_ranks(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Engine, list[GpuAdapters]]:
-    """Open an engine on two ranks, in threads. Returns it and the adapters of each rank."""
+def open_ranks(
+    model: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int = 2, num_stages: int = 1, **settings: Any
+) -> tuple[Engine, list[GpuAdapters]]:
+    """Open an engine on several ranks, in threads, or stages. Returns it and the adapters of each, its own first."""
     opened: list[GpuAdapters] = []
     run_one = GpuAdapters.runner
 
-    def of_part(part: Any, layers: Any, wanted: Any) -> GpuAdapters:
-        opened.append((FollowedGpuAdapters if part.shard.rank else GpuAdapters)(part, layers, wanted))
+    def of_part(part: Any, layers: Any, wanted: Any, count: int) -> GpuAdapters:
+        opened.append((FollowedGpuAdapters if opened else GpuAdapters)(part, layers, wanted, count))
         return opened[-1]
 
     def of_first(loaded: Any, config: Any) -> Any:
-        files = ModelFiles("tiny", "directory", model)
-        return open_adapters(load_model(files, replace(config, tp=2), loaded.device, Shard(0, 2)), config)
+        files, config = ModelFiles("tiny", "directory", model), replace(config, tp=num_ranks, pp=num_stages)
+        last = Stage(num_stages - 1, num_stages) if num_stages > 1 else None
+        return open_adapters(load_model(files, config, loaded.device, Shard(0, num_ranks), stage=last), config)
 
     def of_rank(part: Any, pool: Any, slots: Any, config: Any, gpu: GpuConfig, length: int, ranks: Any) -> Any:
-        if part.shard.rank:
+        is_own = not part.shard.rank and not ranks.passes_on
+        if not is_own:
             open_adapters(part, config)
-        own = opened[part.shard.rank]
+        own = opened[0 if is_own else -1]
         return run_one(own, part, pool, slots, config, ranks, gpu=gpu, max_model_len=length)
 
     monkeypatch.setattr(engine.lora.adapters, "CpuAdapters", of_part)
     monkeypatch.setattr(engine.assembly, "adapters_of", of_first)
     monkeypatch.setattr(test_pipeline_parallel, "GpuRunner", of_rank)
     monkeypatch.setattr(GpuAdapters, "runner", lambda _, *held, **sized: engine.assembly._make_runner(*held, *sized))
-    eager = GpuConfig(use_cuda_graph=False)  # ranks here are threads, but one thread captures
-    made = test_pipeline_parallel.open_stages(model, 1, monkeypatch, eager, 2, enable_lora=True, **settings)
+    gpu = GpuConfig(use_cuda_graph=num_ranks == 1)  # ranks here are threads, but one thread captures
+    made = test_pipeline_parallel.open_stages(
+        model, num_stages, monkeypatch, gpu, num_ranks, enable_lora=True, **settings
+    )
     return made, opened
 
 
@@ -332,7 +338,7 @@ def test_two_ranks_have_parts_of_the_vocabulary(
     both, head, down = of_vocabulary
     asked = list(zip(PROMPTS, (both, None, head, down), strict=True))
     wanted = merged_answers(untied, asked, known_of_untied, monkeypatch)
-    made, _ = open_two_ranks(untied, monkeypatch, max_lora_rank=9, max_loras=4, lora_target_modules=NAMED)
+    made, _ = open_ranks(untied, monkeypatch, max_lora_rank=9, max_loras=4, lora_target_modules=NAMED)
     assert answers(made, asked) == wanted
 
 
@@ -344,12 +350,30 @@ def test_two_ranks_equal_merged_models(
     first, second, third = adapters
     asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
     wanted = merged_answers(model, asked, known, monkeypatch)
-    made, opened = open_two_ranks(model, monkeypatch, max_lora_rank=9, max_loras=2)
+    made, opened = open_ranks(model, monkeypatch, max_lora_rank=9, max_loras=2)
     assert answers(made, asked) == wanted
     assert answers(made, asked[:1]) == wanted[:1]
     assert [type(each) for each in opened] == [GpuAdapters, FollowedGpuAdapters]
     assert [len(each._loads) for each in opened] == [2, 2]
     assert len({each._num_loads for each in opened}) == 1, "no rank reads an adapter twice for one step"
+
+
+@pytest.mark.parametrize("max_loras", [2, 4])
+def test_two_stages_equal_merged_models(
+    max_loras: int, untied: Path, of_vocabulary: list[Path], known_of_untied: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage has the adapters of its layers, the first one the embedding's, the last one the head's."""
+    both, head, down = of_vocabulary
+    asked = [*zip(PROMPTS, (both, None, head, down), strict=True), (PROMPTS[0], None), (PROMPTS[0], both)]
+    wanted = merged_answers(untied, asked, known_of_untied, monkeypatch)
+    made, opened = open_ranks(
+        untied, monkeypatch, 1, 2, max_lora_rank=9, max_loras=max_loras, lora_target_modules=NAMED
+    )
+    assert answers(made, asked) == wanted
+    assert answers(made, asked[:1]) == wanted[:1]
+    last, first = (each._in_memory for each in opened)
+    assert [first.embedding is None, last.embedding is None] == [False, True]
+    assert [first.layers[-1] is None, last.layers[-1] is None] == [True, False]
 
 
 def test_slots_that_a_step_may_read_are_kept(
