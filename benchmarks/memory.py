@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from cli.local_cluster.local_server import LocalServer
-from common.process import resident
+from common.resident import resident
 
 SAMPLE_SECONDS = 10.0
 SETTLED_SHARE = 1 / 2  # of the run, after which memory may no longer grow

@@ -1,13 +1,10 @@
-"""A service's process: SIGTERM while it starts, the variable of its status socket, its memory. Quick to import."""
+"""A service's process: SIGTERM while it starts, the variable of its status socket, its heap. Quick to import."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import signal
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 NOTIFY_SOCKET = "NOTIFY_SOCKET"  # environment variable of systemd's notification protocol, see sd_notify(3)
 TRIM_SECONDS = 10.0  # between two calls of `trim_heap`
@@ -21,22 +18,6 @@ def exit_on_sigterm(status: int = 0) -> None:
     in that time would be lost, and the service would run until it is killed.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """Resident memory. private: heaps and stacks. shared: pages in use of the KV pool and the host tier."""
-
-    private_bytes: int = 0
-    shared_bytes: int = 0
-
-
-def resident(pid: int | str = "self") -> Resident:
-    """Read the resident memory of a process; zeros when it is gone, or without Linux's /proc."""
-    with contextlib.suppress(OSError, KeyError):
-        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return Resident(*(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem")))
-    return Resident()
 
 
 def share_one_heap() -> None:

@@ -7,7 +7,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.process import resident
+from common.resident import resident
 from common.wings import has_wing
 from router.cluster_state.workers import describe
 from router.gateway import Gateway

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import EngineError, MiniInferError, UnavailableError, traceback_text
 from common.logging import RateLimit
-from common.process import resident
-from common.wings import call_wing
+from common.wings import call_wing, from_wing
 from engine.request import RequestId
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import Epoch
@@ -228,7 +227,10 @@ class WorkerFront:
                 session.close("the router does not keep up")
 
     def measure_memory(self) -> None:
-        """Measure the memory of both processes."""
+        """Measure the memory of both processes, for GET /v1/cluster."""
+        resident = from_wing("common.resident:resident")
+        if resident is None:
+            return
         front, engine = resident(), resident(self._engine.pid)
         self._memory = pb.LoadReport(
             front_private_bytes=front.private_bytes, engine_private_bytes=engine.private_bytes,

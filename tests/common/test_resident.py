@@ -6,7 +6,8 @@ import mmap
 import subprocess
 import sys
 
-from common.process import Resident, resident, trim_heap
+from common.process import trim_heap
+from common.resident import Resident, resident
 
 SIZE = 64 << 20
 SLACK = 16 << 20  # what else this process does meanwhile
