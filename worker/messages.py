@@ -38,7 +38,7 @@ class Start(Message):
 
 
 class Command(Message):
-    """A router's command, with the front's names of requests."""
+    """A command of a router, or of the front itself."""
 
     data: bytes  # protobuf's Command
 
@@ -111,7 +111,7 @@ class StepReport(Message):
     """Everything that one iteration of the engine process's loop did; the loop fills it in."""
 
     deltas: list[Delta] = []
-    offers: list[bytes] = []  # this and the next: protobuf's KvOffers and Failures, with the front's request names
+    offers: list[bytes] = []  # this and the next: protobuf's KvOffers and Failures
     failures: list[bytes] = []
     granted: list[Lease] = []
     ended_leases: list[LeaseId] = []

@@ -66,10 +66,9 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**UNSET | {field.name: _plain(value) for field, value in message.ListFields()})
 
 
-def token_delta(delta: Delta, request_id: str) -> pb.TokenDelta:
-    """Convert a delta. request_id: the router's."""
+def token_delta(delta: Delta) -> pb.TokenDelta:
     message = pb.TokenDelta(
-        request_id=request_id, token_ids=delta.token_ids, finish_reason=FINISH_REASONS[delta.finish_reason]
+        request_id=delta.request_id, token_ids=delta.token_ids, finish_reason=FINISH_REASONS[delta.finish_reason]
     )
     if delta.stop_token_id is not None:
         message.stop_token_id = delta.stop_token_id

@@ -131,9 +131,9 @@ def test_a_delta_with_everything() -> None:
     logprobs = [TokenLogprobs(5, -0.5, 1, (5, 6), (-0.5, -1.5))]
     times = pb.RequestTimes(queue_seconds=0.5, transport="shm")
     reason, given = FinishReason.STOP, times.SerializeToString()
-    delta = Delta(RequestId("r.0"), [5], reason, 5, logprobs, logprobs * 2, None, given)
+    delta = Delta(RequestId("r"), [5], reason, 5, logprobs, logprobs * 2, None, given)
     entry = pb.TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top_token_ids=[5, 6], top_logprobs=[-0.5, -1.5])
-    assert token_delta(msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=Delta), "r") == pb.TokenDelta(
+    assert token_delta(msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=Delta)) == pb.TokenDelta(
         request_id="r", token_ids=[5], finish_reason=pb.FINISH_REASON_STOP, stop_token_id=5, logprobs=[entry],
         prompt_logprobs=[entry, entry], times=times,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_delta_with_everything() -> None:
 @pytest.mark.parametrize("reason", [*FinishReason, None])
 def test_every_finish_reason_has_a_code(reason: FinishReason | None) -> None:
     name = f"FINISH_REASON_{reason.name if reason else 'NONE'}"
-    assert token_delta(Delta(RequestId("a"), [], reason), "a").finish_reason == pb.FinishReason.Value(name)
+    assert token_delta(Delta(RequestId("a"), [], reason)).finish_reason == pb.FinishReason.Value(name)
 
 
 def test_failures_say_what_the_client_got_wrong() -> None:

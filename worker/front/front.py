@@ -1,23 +1,21 @@
 """A worker's front, between routers' Attach streams and the engine process. No torch, no scheduling.
 
-Gives each request a unique name (ids of different routers may be equal), splits each report of the engine process
-into one per router, mirrors leases for `KvTransfer`, and ends every stream when the engine process dies.
+Splits each report of the engine process into one per router, mirrors leases for `KvTransfer`, and ends every stream
+when the engine process dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.errors import EngineError, MiniInferError, UnavailableError, traceback_text
 from common.logging import RateLimit
 from common.wings import call_wing, from_wing
-from engine.request import RequestId
 from kvstore.pool.leases import LeaseTable
 from kvstore.types import Epoch
 from protos import types_pb2 as pb
@@ -48,8 +46,7 @@ class WorkerFront:
         self._engine = engine
         self._events = EventLog()
         self._sessions: set[Session] = set()
-        self._owner: dict[RequestId, tuple[Session, str]] = {}  # the engine's id -> (session, router's id)
-        self._names = itertools.count()
+        self._owner: dict[str, Session] = {}  # by request
 
     @property
     def num_open_requests(self) -> int:
@@ -91,8 +88,8 @@ class WorkerFront:
             case "cancel":
                 self._cancel(session, command.cancel.request_id)
             case "hand_over":
-                if (name := session.names.get(command.hand_over.request_id)) is not None:
-                    self._tell(hand_over=pb.HandOver(request_id=name))
+                if command.hand_over.request_id in session.requests:
+                    self._tell(command)
             case "release":
                 self.release(command.release)
             case "drain_noted":
@@ -100,45 +97,41 @@ class WorkerFront:
             case "prefetch":
                 if self.is_draining:
                     del command.prefetch.block_keys[:]
-                self._engine.send(Command(command.SerializeToString()))
+                self._tell(command)
 
-    def _tell(self, **command: Any) -> None:
-        """Send the engine process a command that the front itself has made."""
-        self._engine.send(Command(pb.Command(**command).SerializeToString()))
+    def _tell(self, command: pb.Command) -> None:
+        """Send the engine process a command."""
+        self._engine.send(Command(command.SerializeToString()))
 
     def _submit(self, session: Session, command: pb.Command) -> None:
         request_id = command.submit.request_id
         if self.is_draining:
             self._refuse(session, request_id, UnavailableError("this worker is draining"))
-            return
-        if request_id in session.names:
+        elif request_id in self._owner:
             self._refuse(session, request_id, EngineError("this request id is in use"))
-            return
-        name = RequestId(f"{request_id[:64]}.{next(self._names)}")
-        session.names[request_id] = name
-        self._owner[name] = (session, request_id)
-        command.submit.request_id = name
-        self._engine.send(Command(command.SerializeToString()))
+        else:
+            session.requests.add(request_id)
+            self._owner[request_id] = session
+            self._tell(command)
 
     def _refuse(self, session: Session, request_id: str, error: MiniInferError) -> None:
         session.send(pb.StepReport(failures=[failure_of(error, request_id)], load=self._load_report()))
 
     def _cancel(self, session: Session, request_id: str) -> None:
-        name = session.names.pop(request_id, None)
-        if name is not None:
-            del self._owner[name]
-            self._tell(cancel=pb.Cancel(request_id=name))
+        if request_id in session.requests:
+            self._forget(request_id)
+            self._tell(pb.Command(cancel=pb.Cancel(request_id=request_id)))
 
     def _close(self, session: Session) -> None:
         self._sessions.discard(session)
-        for request_id in list(session.names):
+        for request_id in list(session.requests):
             self._cancel(session, request_id)
         self.release(*session.unsent_handles())
 
     def release(self, *leases: pb.KvHandle | pb.Release) -> None:
         """Release leases that nobody will read, for example because the router is gone."""
         for lease in leases:
-            self._tell(release=pb.Release(lease_id=lease.lease_id, epoch=lease.epoch))
+            self._tell(pb.Command(release=pb.Release(lease_id=lease.lease_id, epoch=lease.epoch)))
 
     # -- in and out of service -------------------------------------------------------------------------------
 
@@ -181,35 +174,29 @@ class WorkerFront:
             self.leases.release(lease_id, self.leases.epoch)
         reports: dict[Session, pb.StepReport] = defaultdict(pb.StepReport)
         for offer in map(pb.KvOffer.FromString, report.offers):
-            owner = self._owner.get(RequestId(offer.request_id))
-            if owner is None:  # cancelled while the step ran
+            if session := self._owner.get(offer.request_id):
+                reports[session].kv_offers.append(offer)
+            else:  # cancelled while the step ran
                 self.release(offer.kv_handle)
-                continue
-            session, offer.request_id = owner
-            reports[session].kv_offers.append(offer)
         for delta in report.deltas:
-            owner = self._owner.get(delta.request_id)
-            if owner is None:  # cancelled while the step ran
+            session = self._owner.get(delta.request_id)
+            if session is None:  # cancelled while the step ran
                 if delta.handle is not None:
                     self.release(pb.KvHandle.FromString(delta.handle))
                 continue
-            session, request_id = owner
-            reports[session].deltas.append(token_delta(delta, request_id))
+            reports[session].deltas.append(token_delta(delta))
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
         for failure in map(pb.Failure.FromString, report.failures):
-            name = RequestId(failure.request_id)
-            if name in self._owner:
-                session, failure.request_id = self._owner[name]
+            if session := self._owner.get(failure.request_id):
                 reports[session].failures.append(failure)
-                self._forget(name)
+                self._forget(failure.request_id)
         self._send(reports, self._events.append(report.stored, report.removed))
         for listener in self.listeners:
             listener(report)
 
-    def _forget(self, name: RequestId) -> None:
-        session, request_id = self._owner.pop(name)
-        session.names.pop(request_id, None)
+    def _forget(self, request_id: str) -> None:
+        self._owner.pop(request_id).requests.remove(request_id)
 
     def _send(self, reports: dict[Session, pb.StepReport], events: list[pb.KvEvent]) -> None:
         load, now = self._load_report(), time.monotonic()

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.request import RequestId
 from kvstore.types import BlockKey
 from protos import types_pb2 as pb
 
@@ -18,7 +17,7 @@ class Session:
     """One router's stream: its open requests, and its queue of reports, in which None ends the stream."""
 
     reports: asyncio.Queue[pb.StepReport | None] = field(default_factory=asyncio.Queue)
-    names: dict[str, RequestId] = field(default_factory=dict)  # the router's request id -> the engine's
+    requests: set[str] = field(default_factory=set)  # ids of those that are open
     last_report_time: float = 0.0
     closed_reason: str = ""
     num_drain_changes: int = 0  # the last that the router has acknowledged

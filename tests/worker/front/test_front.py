@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -152,6 +153,26 @@ async def test_a_router_that_does_not_keep_up_loses_its_stream(
     assert attached.engine.others == [*open_on_close, RELEASE]
     with pytest.raises(UnavailableError, match="keep up"):
         await asyncio.wait_for(anext(attached.reports), 60)
+
+
+async def test_another_router_can_neither_reuse_nor_cancel_an_open_request(attached: Attached) -> None:
+    request_id = await attached.submit()
+    commands: asyncio.Queue[pb.Command] = asyncio.Queue()
+    for command in (pb.Command(cancel=pb.Cancel(request_id="r")), pb.Command(submit=pb.Submit(request_id="r"))):
+        commands.put_nowait(command)
+
+    async def read() -> AsyncIterator[pb.Command]:
+        while True:
+            yield await commands.get()
+
+    async with aclosing(attached.front.attach(read())) as reports:  # type: ignore[type-var]
+        while not (report := await asyncio.wait_for(anext(reports), 60)).failures:
+            pass
+    assert [failure.message for failure in report.failures] == ["this request id is in use"]
+    assert attached.engine.others == []
+    attached.engine.prefilled(request_id)
+    while not (report := await asyncio.wait_for(anext(attached.reports), 60)).deltas:
+        pass
 
 
 async def test_a_failure_ends_the_request_under_the_routers_id(attached: Attached) -> None:
