@@ -25,9 +25,6 @@ class RouterConfig(Settings):
     decode: str = setting("", "decode workers, host:port separated by commas; a name may stand for several")
     model: str = setting("", "the workers' --model; only its tokenizer is read here")
     served_model_name: str = setting("", "what clients call the model; empty: its own name")
-    models: str = setting(
-        "", "several models in place of --model, [NAME=]MODEL separated by commas; the first is the default one"
-    )
     local_prefill_tokens: int = setting(64, "a decode worker computes prompts with at most this many uncached tokens")
     max_queue: int = setting(256, "requests of a model that may wait for their first token; more get 429")
     api_key: str = setting("", "what clients send as bearer token; empty: no authentication")
@@ -53,26 +50,11 @@ class RouterConfig(Settings):
         check_not_negative(self, "max_retries", "worker_wait_seconds", "local_prefill_tokens", "drain_grace_seconds")
         check_cluster_token(self.cluster_token)
         check_positive(self, "request_timeout_seconds")
-        if self.models and (self.model or self.served_model_name):
-            raise ConfigError("--models names all models: leave --model and --served-model-name out")
-        self.named_models()
         for role in ROLES:
             self.addresses(role)
         if not self.decode.strip():
             raise ConfigError("--decode is empty: name at least one decode worker, host:port")
         self.check_together()
-
-    def named_models(self) -> list[tuple[str, str]]:
-        """Parse the served models as (name, model), the default first. An empty name means the model's own."""
-        if not self.models:
-            return [(self.served_model_name, self.model)]
-        models = []
-        for item in self.models.split(","):
-            name, equals, model = item.strip().partition("=")
-            if not (model if equals else name):
-                raise ConfigError(f"--models {self.models!r}: expected MODEL or NAME=MODEL, separated by commas")
-            models.append((name, model) if equals else ("", name))
-        return models
 
     def addresses(self, role: str) -> list[tuple[str, int]]:
         """Parse the addresses of a role's workers as (host, port), in the order given."""

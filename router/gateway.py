@@ -53,7 +53,8 @@ class Gateway:
         self.memory: dict[str, Callable[[], int]] = {}  # bytes that wings keep, by name, for GET /v1/cluster
         self.models = [*models]
         self.base_models = [model for model in models if not model.adapter]
-        self.workers = WorkerTable(config, [model.workers for model in self.base_models])
+        kind_of_table = from_wing("router.several_models.worker_table:ModelsTable") or WorkerTable
+        self.workers: WorkerTable = kind_of_table(config, [model.workers for model in self.base_models])
         self.by_name: dict[str | None, ServedModel] = dict.fromkeys((None, *ALIASES), models[0])
         self.by_name |= {name: model for model in models for name in (model.name, *model.aliases)}
         self._traced: Traced | None = call_wing("router.tracing.open_tracing:open_tracing", config)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.errors import ConfigError
 from common.text.tokenizer import Tokenizer
 from common.wings import call_wing, from_wing
 from router.config import RouterConfig
@@ -49,17 +48,12 @@ class LoadedModel:
 
 
 def serve_models(config: RouterConfig, loaded: Sequence[LoadedModel]) -> list[ServedModel]:
-    """Make the models of one router, in the same order. Raises ConfigError when two share a name."""
+    """Make the models of one router, in the same order. Raises ConfigError."""
     plain = [item.tokenizer for item in loaded]
     tokenizers = call_wing("router.chat_templates.templates:with_templates", config, plain) or plain
     models: list[ServedModel] = []
-    used_names: set[str] = set()
     for item, tokenizer in zip(loaded, tokenizers, strict=True):
         name = item.name or item.own_name
-        names = {name, item.own_name}
-        if clash := used_names & names:
-            raise ConfigError(f"two models are called {min(clash)!r}: workers announce their model by that name")
-        used_names |= names
         workers = ModelWorkers(name, item.own_name, tokenizer.tokenizer_hash())
         metrics = RouterMetrics(item.own_name, models[0].metrics if models else None)
         dispatcher = Dispatcher(config, workers, metrics, roles_of(config, workers))

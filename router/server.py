@@ -59,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         config, http = parse_settings(argv)
         setup_logging("router", config.log_level, config.log_format)
         protocol = protocol_for(http)
-        models = serve_models(config, [load(*named) for named in config.named_models()])
+        several = call_wing("router.several_models.worker_table:named_models", config)
+        named_models = several or [(config.served_model_name, config.model)]
+        models = serve_models(config, [load(*named) for named in named_models])
         gateway = Gateway(config, models, http)
         listener = listen(config.host, config.port)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

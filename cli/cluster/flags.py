@@ -64,9 +64,9 @@ def parse_config(
     namespace = build_parser().parse_args(argv)
 
     def settings(cls: type[T], **values: Any) -> T:
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        fixed = {name: defaults[name] for name in SET_BY_CLUSTER.get(cls, ())} | values
-        return from_namespace(cls, namespace, env, fixed)
+        own = SET_BY_CLUSTER.get(cls, ())
+        fixed = {field.name: field.default for field in dataclasses.fields(cls) if field.name in own}  # type: ignore[arg-type]
+        return from_namespace(cls, namespace, env, fixed | values)
 
     serve, gpu = settings(ServeConfig), settings(GpuConfig)
     engine = settings(EngineConfig, **(engine_settings_of_ep(serve, namespace) if HAS_GPUS else {}))

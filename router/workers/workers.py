@@ -1,6 +1,7 @@
 """The table of all workers: their addresses, and the model that each one serves.
 
-Owns the connections; places no requests. `router/discovery` resolves host names to addresses.
+Owns the connections; places no requests. `router/discovery` resolves host names to addresses, and
+`router/several_models` serves more than one model.
 """
 
 from __future__ import annotations
@@ -70,23 +71,11 @@ class WorkerTable:
                 f"{link.address} and {other.address} both call themselves {info.worker_id}: "
                 "give each worker its own --worker-id"
             )
-        old_model, new_model = self.model_of(link), self._announced_model(info)
-        new_model.accept(link, info)
-        if new_model is not old_model:
-            old_model.links.remove(link)
+        self._announced_model(info).accept(link, info)
 
     def _announced_model(self, info: pb.WorkerInfo) -> ModelWorkers:
-        """Return the model that a worker announces. A single model matches any name, since file names may differ."""
-        if len(self._models) == 1:
-            return self._models[0]
-        for model in self._models:
-            if info.model in (model.own_name, model.name):
-                return model
-        raise HandshakeError(
-            f"{info.worker_id} serves {info.model!r}, which is none of this router's models "
-            f"({', '.join(model.own_name for model in self._models)}): name it in --models, or start the worker "
-            "with one of these"
-        )
+        """Return the model that a worker announces: here the only one, whatever name its files have elsewhere."""
+        return self._models[0]
 
     def set_addresses(self, wanted: Set[Key], are_all: bool = True) -> None:
         """Open links to these workers. are_all: remove all others, those with open legs at a later call."""

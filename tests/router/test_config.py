@@ -23,10 +23,6 @@ from router.config import RouterConfig
         {"decode": "a:1", "max_queue": 0},
         {"decode": "a:1", "max_retries": -1},
         {"decode": "a:1", "request_timeout_seconds": 0.0},
-        {"decode": "a:1", "models": "a,b", "model": "a"},
-        {"decode": "a:1", "models": "a,b", "served_model_name": "a"},
-        {"decode": "a:1", "models": "a,,b"},
-        {"decode": "a:1", "models": "a=,b"},
     ],
 )
 def test_settings_that_cannot_work(fields: dict[str, object]) -> None:
@@ -38,10 +34,3 @@ def test_addresses() -> None:
     config = RouterConfig(decode="a:1, [::1]:2 ,b.c:3,")
     assert config.addresses("decode") == [("a", 1), ("::1", 2), ("b.c", 3)]
     assert config.addresses("prefill") == []
-
-
-def test_models_have_names_of_their_own_or_given_ones() -> None:
-    assert RouterConfig(decode="a:1").named_models() == [("", "")]
-    assert RouterConfig(decode="a:1", model="m", served_model_name="n").named_models() == [("n", "m")]
-    config = RouterConfig(decode="a:1", models="/models/a=b.gguf, small=org/model,dry-run")
-    assert config.named_models() == [("/models/a", "b.gguf"), ("small", "org/model"), ("", "dry-run")]

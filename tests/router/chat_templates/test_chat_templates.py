@@ -130,7 +130,7 @@ def test_templates_that_cannot_be_used(
     (tmp_path / "broken").write_text("{% if %}")
     config = from_args(RouterConfig, ["--decode", "a:1", *flags])
     with pytest.raises(ConfigError, match=message):
-        with_templates(config, [DRY_RUN] * len(config.named_models()))
+        with_templates(config, [DRY_RUN] * (1 + flags.count("--models")))
 
 
 async def test_a_model_without_tools_of_its_own_calls_them() -> None:

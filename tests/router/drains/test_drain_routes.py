@@ -7,7 +7,7 @@ import time
 import router.drains  # noqa: F401  what tests/wings.py sees: this file goes with the wing
 from protos import types_pb2 as pb
 from tests.harness.router import cluster
-from tests.router.test_served_models import both
+from tests.router.several_models.test_several_models import both
 
 
 async def test_drain_takes_a_worker_out_of_rotation() -> None:

@@ -15,7 +15,7 @@ from protos import types_pb2 as pb
 from router.lora.adapters import LoraAdapters
 from tests.harness.adapters import write_adapter
 from tests.harness.router import Cluster, cluster
-from tests.router.test_served_models import both
+from tests.router.several_models.test_several_models import both
 
 pytestmark = pytest.mark.wing("router.lora")
 SHAPES = {"model.layers.0.self_attn.q_proj.weight": (8, 8)}

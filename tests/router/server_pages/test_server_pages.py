@@ -7,7 +7,7 @@ import asyncio
 from common import VERSION
 from tests.harness.router import DRY_RUN, cluster
 from tests.harness.scripted_worker import Script
-from tests.router.test_served_models import both
+from tests.router.several_models.test_several_models import both
 
 KEY = {"authorization": "Bearer a-key"}
 

@@ -1,0 +1,1 @@
+"""Several models behind one router, each with its own workers."""
