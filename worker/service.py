@@ -100,7 +100,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         kind_of_servicer = from_wing("worker.drains.servicer:DrainServicer") or WorkerServicer
         register(role, server, kind_of_servicer(front))
         await server.start()
-        await server.set_serving(True)
+        await server.health.set_serving(True)
         logger.info("%s ready on %s in %.1f s", worker.worker_id, server.address, time.monotonic() - began)
         status = await _watch(server, front, engine, worker, stopping, logger)
         kv_service.close()
@@ -139,7 +139,7 @@ async def _watch(
         await asyncio.wait([running], timeout=interval)
         now = time.monotonic()
         if running.done():
-            await server.set_serving(False)
+            await server.health.set_serving(False)
             # `run` always ends with UnavailableError, after it has closed the streams
             logger.error("this worker ends: %s", running.exception())
             return 1
@@ -160,8 +160,8 @@ async def _watch(
         front.heartbeat()
         if serving != front.is_serving:
             serving = front.is_serving
-            await server.set_serving(serving)
-    await server.set_serving(False)
+            await server.health.set_serving(serving)
+    await server.health.set_serving(False)
     front.leave_service("the worker has stopped")
     await asyncio.sleep(0.1)  # let the last reports leave
     running.cancel()

@@ -19,7 +19,7 @@ class Pulse:
         self._beat()
 
     def __call__(self) -> bool:
-        return self._server.is_serving and time.monotonic() - self._last_beat < SILENT_SECONDS
+        return self._server.health.is_serving and time.monotonic() - self._last_beat < SILENT_SECONDS
 
     def _beat(self) -> None:
         self._last_beat = time.monotonic()

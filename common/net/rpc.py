@@ -145,9 +145,9 @@ class RpcServer:
         check_bind(host, token)
         interceptors = (TokenInterceptor(token),) if token else ()
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
-        self._health = HealthService()
+        self.health = HealthService()  # of all services of this server
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
-        self._server.add_generic_rpc_handlers((self._health.handler(),))
+        self._server.add_generic_rpc_handlers((self.health.handler(),))
         self.host = host
         try:
             self.port: int = self._server.add_insecure_port(with_port(host, port))
@@ -168,14 +168,6 @@ class RpcServer:
     async def start(self) -> None:
         reflection.enable_server_reflection(self._names, self._server)
         await self._server.start()
-
-    @property
-    def is_serving(self) -> bool:
-        return self._health.is_serving
-
-    async def set_serving(self, serving: bool) -> None:
-        """Set the readiness of this server with all its services."""
-        await self._health.set_serving(serving)
 
     async def stop(self, grace_seconds: float) -> None:
         await self._server.stop(grace_seconds)

@@ -33,11 +33,11 @@ async def serve(config: AgentConfig) -> None:
     try:
         await server.start()
         await tier.start()
-        await server.set_serving(True)
+        await server.health.set_serving(True)
         logger.info("ready: node agent on %s, workers on %s", server.address, config.socket_path)
         await stopping.wait()
         logger.info("stopping")
-        await server.set_serving(False)
+        await server.health.set_serving(False)
         await server.stop(config.drain_grace_seconds)
     finally:
         await tier.close()

@@ -116,7 +116,7 @@ class ScriptedWorker:
         else:
             self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "mini_infer.v1.Decode")
         await self.server.start()
-        await self.server.set_serving(True)
+        await self.server.health.set_serving(True)
         return self
 
     def speak(self) -> None:

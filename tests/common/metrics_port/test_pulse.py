@@ -21,7 +21,7 @@ async def test_grpc_and_http_follow_the_service(monkeypatch):
     await server.start()
     try:
         for serving in (True, False, True):
-            await server.set_serving(serving)
+            await server.health.set_serving(serving)
             assert await is_ready(server.address, timeout_seconds=60.0) is serving
             assert await is_ready(url, timeout_seconds=60.0) is serving
     finally:
@@ -36,7 +36,7 @@ async def test_a_service_whose_event_loop_stands_still_is_not_ready(monkeypatch)
     ready = Pulse(server)
     await server.start()
     try:
-        await server.set_serving(True)
+        await server.health.set_serving(True)
         await until(ready)
         time.sleep(0.8)  # noqa: ASYNC251
         assert not ready()

@@ -54,7 +54,7 @@ async def test_grpc_follows_the_service():
     await server.start()
     try:
         for serving in (True, False, True):
-            await server.set_serving(serving)
+            await server.health.set_serving(serving)
             assert await is_ready(server.address, timeout_seconds=60.0) is serving
     finally:
         await server.stop(0.0)

@@ -35,7 +35,7 @@ def serve(pipe: Connection) -> None:
         server = RpcServer("127.0.0.1", 0, "secret")
         server.add(kvstore_pb2_grpc.add_KvTransferServicer_to_server, Echo(), "mini_infer.v1.KvTransfer")
         await server.start()
-        await server.set_serving(True)
+        await server.health.set_serving(True)
         pipe.send(server.port)
         await asyncio.to_thread(pipe.recv)
 
@@ -109,7 +109,7 @@ async def test_health_checks_hold_little_and_end() -> None:
 async def test_watchers_are_few_and_hear_of_changes() -> None:
     server = RpcServer("127.0.0.1", 0, "secret")
     await server.start()
-    await server.set_serving(True)
+    await server.health.set_serving(True)
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watchers = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(MAX_WATCHERS)]
@@ -118,7 +118,7 @@ async def test_watchers_are_few_and_hear_of_changes() -> None:
         assert await stub.Watch(health_pb2.HealthCheckRequest(), timeout=30).code() is (
             grpc.StatusCode.RESOURCE_EXHAUSTED
         )
-        await server.set_serving(False)
+        await server.health.set_serving(False)
         assert (await watchers[-1].read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         for watcher in watchers:
             watcher.cancel()
