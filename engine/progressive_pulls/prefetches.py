@@ -60,7 +60,9 @@ class Prefetches:
             keys = [part.block_keys[position] for position in positions]
             block_ids, num_tokens = self._pool.allocate(len(keys)), len(keys) * self._block_size
             loads.append(KvLoad(None, part.source, positions, block_ids, num_tokens, keys))
-            self._pool.keep_free(len(positions))  # the next part, or the rest of the prompt, is about as long
+            # The next part, or the rest of the prompt, is about as long. It shall find free blocks, and wait neither
+            # for evictions nor for copies of evicted blocks to the host tier.
+            self._pool.release(self._pool.allocate(min(len(positions), self._pool.num_available)))
             self._filling.update(keys)
             self._num_open += bool(positions)
         self._queued.clear()

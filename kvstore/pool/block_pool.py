@@ -101,14 +101,6 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def keep_free(self, num_blocks: int) -> None:
-        """Evict cached blocks until `num_blocks` are free or no block is cached.
-
-        A later allocation then waits neither for evictions nor for copies of evicted blocks to the host tier.
-        """
-        while len(self._free) < num_blocks and self._cached:
-            self._free.append(self._evict())
-
     def publish(self, block_id: BlockId, key: BlockKey) -> bool:
         """Make a used, completely written block findable. Returns False if another block has the key already."""
         if self._refcount[block_id] <= 0:

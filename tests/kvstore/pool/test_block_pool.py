@@ -26,10 +26,8 @@ def test_free_blocks_go_first_then_the_least_recently_used_tail_first() -> None:
     assert pool.allocate(3) == [old[1], old[0], new[1]]
     assert pool.take_evicted() == [(old[1], KEYS[1]), (old[0], KEYS[0]), (new[1], KEYS[3])]
     assert pool.take_evicted() == []
-    pool.keep_free(1)
-    assert pool.take_evicted() == [(new[0], KEYS[2])]
     assert pool.allocate(1) == [new[0]]
-    assert pool.take_evicted() == []
+    assert pool.take_evicted() == [(new[0], KEYS[2])]
 
 
 def test_using_a_cached_block_makes_it_recent() -> None:
@@ -129,13 +127,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(set(blocks)) == count
         assert not {b for sequence in self.sequences for b in sequence} & set(blocks)
         self.sequences.append(blocks)
-
-    @rule(count=st.integers(0, 6))
-    def keep_free(self, count: int) -> None:
-        available, num_free = self.pool.num_available, self.pool.num_free
-        self.pool.keep_free(count)
-        assert self.pool.num_available == available
-        assert self.pool.num_free == max(min(count, available), num_free)
 
     @rule(data=st.data(), key=st.sampled_from(KEYS))
     def publish(self, data: st.DataObject, key: BlockKey) -> None:
