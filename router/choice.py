@@ -53,11 +53,8 @@ class ChoiceListener(Protocol):
 class Choice:
     """One choice. Call `start` once; `cancel` ends it without notifying its request."""
 
-    def __init__(
-        self, index: int, prompt_index: int, journal: Journal, text: ChoiceText, dispatcher: Dispatcher
-    ) -> None:
+    def __init__(self, index: int, journal: Journal, text: ChoiceText, dispatcher: Dispatcher) -> None:
         self.index = index
-        self.prompt_index = prompt_index
         self.journal = journal
         self.text = text
         self.state = State.NEW

@@ -27,6 +27,7 @@ COMMON_FIELDS = (
 CHAT_FIELDS = (
     "router.message_parts.messages:MessageFields",
     "router.template_options.fields:TemplateFields",
+    "router.several_choices.fields:ChoiceFields",
     "router.tools.tools:ToolFields",
     "router.reasoning.reasoning_part:ReasoningFields",
     "router.answer_details.details:ChatDetailFields",

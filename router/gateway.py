@@ -20,7 +20,6 @@ from common.wings import call_wing, from_wing
 from protos import types_pb2 as pb
 from router.api.prompts import chat_prompt
 from router.api.render import Details, Renderer, RenderOptions
-from router.api.sampling import for_choice
 from router.api.schemas import ChatCompletionBody, GenerationBody
 from router.api.text import TextRules
 from router.choice import Choice
@@ -104,7 +103,7 @@ class Gateway:
         """Answer a conversation in the JSON of the API whose renderer is given."""
         model = self.model_for(http, body.model)
         model.dispatcher.admit()
-        n = body.n or 1
+        n: int = call_wing("router.several_choices.fields:num_choices", body) or 1
         features = await self.features(http, model, body, n)
         token_ids = await self.prompt_ids(model, body, features)
         prompts = truncated(body, model.limits(), [token_ids])
@@ -147,25 +146,29 @@ class Gateway:
         timeout = self.timeout_seconds(http, bool(body.stream))
         shared = pb.Submit(priority=body.priority, adapter=model.adapter, cache_salt=body.cache_salt)
         session = http.headers.get("x-session-id", "")[:MAX_LABEL_CHARS] or body.session_id or body.user or ""
-        choices = []
-        for prompt_index, token_ids in enumerate(prompts):
+        choices: list[Choice] = []
+        for token_ids in prompts:
             params = features.sampling(body, model.tokenizer, model.limits(), token_ids)
             has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
             rules = replace(rules, has_logprobs=has_logprobs)
-            for number in range(per_prompt):
-                index = prompt_index * per_prompt + number
+            for sampling in call_wing("router.several_choices.request:samplings", params, per_prompt) or [params]:
+                index = len(choices)
                 journal = Journal(
                     choice_id=f"{request_id}-{index}",
                     prompt_token_ids=token_ids,
-                    sampling=for_choice(params, number),
+                    sampling=sampling,
                     deadline=arrival + timeout,
                     arrival=arrival,
                     request=shared,
                     session=session,
                 )
                 text = features.text(model.tokenizer, rules, token_ids)
-                choices.append(Choice(index, prompt_index, journal, text, model.dispatcher))
-        return GenerationRequest(request_id, choices, model.metrics)
+                choices.append(Choice(index, journal, text, model.dispatcher))
+        request = GenerationRequest(request_id, choices, model.metrics)
+        if per_prompt > 1:
+            kind_of_request = from_wing("router.several_choices.request:SeveralChoices")
+            request = kind_of_request(request_id, choices, model.metrics, per_prompt)
+        return request
 
     def options(
         self, request: GenerationRequest, model: ServedModel, body: GenerationBody, details: Details

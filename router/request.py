@@ -1,13 +1,11 @@
-"""One client's request: starts its choices in the right order and pushes their updates to one sink.
+"""One client's request: starts its choices and pushes their updates to one sink.
 
-The first choice of a prompt starts alone; the others start when the prompt is computed, so that they find it in the
-prefix cache. When the deadline is exceeded, choices end with their text so far
+When the deadline is exceeded, choices end with their text so far
 (docs/decisions/deadlines-admission-and-migration.md).
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 from common.errors import DeadlineExceededError
@@ -27,21 +25,20 @@ class Sink(Protocol):
 
 
 class GenerationRequest:
-    """All choices of a request. Call `start` once, and `close` in any case."""
+    """All choices of a request, here one for each prompt; `router/several_choices` has others.
+
+    Call `start` once, and `close` in any case.
+    """
 
     def __init__(self, request_id: str, choices: list[Choice], metrics: RouterMetrics) -> None:
         self.request_id = request_id
         self.choices = choices
         self._metrics = metrics
-        self._held: set[int] = set()  # prompts whose other choices wait for the first one
         self._sink: Sink
 
     def start(self, sink: Sink) -> None:
         self._sink = sink
-        leaders = self._leaders()
-        if len(self.choices) > len(leaders):
-            self._held = {choice.prompt_index for choice in leaders}
-        for choice in leaders:
+        for choice in self.leaders:
             if choice.state is State.NEW:  # else the failure of another one has cancelled it
                 choice.start(self)
 
@@ -55,33 +52,26 @@ class GenerationRequest:
         del self._sink
 
     @property
+    def leaders(self) -> list[Choice]:
+        """The first choice of each prompt."""
+        return self.choices
+
+    @property
     def is_waiting_for_worker(self) -> bool:
         return any(choice.state is State.WAITING for choice in self.choices)
 
     def usage(self) -> Usage:
         """Count the tokens so far. A prompt counts once, however many choices it has."""
-        leaders = self._leaders()
         return Usage(
-            prompt_tokens=sum(len(choice.journal.prompt_token_ids) for choice in leaders),
+            prompt_tokens=sum(len(choice.journal.prompt_token_ids) for choice in self.leaders),
             completion_tokens=sum(choice.text.num_tokens for choice in self.choices),
             reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self.choices),
-            cached_tokens=sum(choice.journal.num_cached_tokens for choice in leaders),
+            cached_tokens=sum(choice.journal.num_cached_tokens for choice in self.leaders),
         )
-
-    def _leaders(self) -> list[Choice]:
-        """Return the first choice of each prompt."""
-        first: dict[int, Choice] = {}
-        for choice in self.choices:
-            first.setdefault(choice.prompt_index, choice)
-        return list(first.values())
 
     # -- calls of choices --------------------------------------------------------------------------------------
 
     def on_update(self, choice: Choice, update: Update) -> None:
-        if self._held and choice.prompt_index in self._held:  # the prompt is computed now
-            self._held.remove(choice.prompt_index)
-            # Not at once: first the index must have the KV events of this report.
-            asyncio.get_running_loop().call_soon(self._start_followers, choice.prompt_index)
         self._sink.on_update(choice.index, update)
 
     def on_failure(self, choice: Choice, error: Exception) -> None:
@@ -93,11 +83,6 @@ class GenerationRequest:
                 error = bug
         self._sink.on_failure(error)
         self._cancel()
-
-    def _start_followers(self, prompt: int) -> None:
-        for choice in list(self.choices):
-            if choice.prompt_index == prompt and choice.state is State.NEW:
-                choice.start(self)
 
     def _cancel(self) -> None:
         for choice in self.choices:

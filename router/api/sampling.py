@@ -14,7 +14,7 @@ SEED_MASK = (1 << 64) - 1
 
 
 def sampling_params(body: GenerationBody, limits: ModelLimits, num_prompt_tokens: int) -> pb.SamplingParams:
-    """Return the parameters of the first choice; `for_choice` derives those of the others."""
+    """Return the parameters of a prompt's first choice."""
     max_tokens = _max_tokens(body, limits, num_prompt_tokens)
     params = pb.SamplingParams(
         max_tokens=max_tokens,
@@ -34,17 +34,6 @@ def sampling_params(body: GenerationBody, limits: ModelLimits, num_prompt_tokens
     if params.min_tokens > max_tokens:
         raise InvalidRequestError(f"min_tokens {params.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
     return params
-
-
-def for_choice(params: pb.SamplingParams, index: int) -> pb.SamplingParams:
-    """Derive the parameters of choice `index` of n: another seed, and no prompt logprobs, which the first one has."""
-    if index == 0:
-        return params
-    derived = pb.SamplingParams()
-    derived.CopyFrom(params)
-    derived.seed = (params.seed + index) & SEED_MASK
-    derived.ClearField("prompt_logprobs")
-    return derived
 
 
 def _max_tokens(body: GenerationBody, limits: ModelLimits, num_prompt_tokens: int) -> int:

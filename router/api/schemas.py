@@ -16,7 +16,6 @@ from common.errors import InvalidRequestError
 MAX_MESSAGES = 4096
 MAX_LIST = 128
 MAX_LABEL_CHARS = 512
-MAX_CHOICES = 128  # per request
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
@@ -93,7 +92,6 @@ class GenerationBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop_token_ids: Annotated[list[TokenIdField], Field(max_length=MAX_LIST)] | None = None
     include_stop_str_in_output: bool | None = None

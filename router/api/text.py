@@ -48,7 +48,6 @@ class ChoiceResult:
     """The merged updates of one choice."""
 
     index: int
-    prompt_index: int = 0
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)

@@ -9,13 +9,14 @@ from pydantic import Field, model_validator
 
 from common.errors import InvalidRequestError
 from router.answer_details.details import DetailFields
-from router.api.schemas import MAX_CHOICES, MAX_LOGPROBS, GenerationBody, TokenIdField
+from router.api.schemas import MAX_LOGPROBS, GenerationBody, TokenIdField
 from router.features import COMMON_FIELDS, with_fields
+from router.several_choices.fields import MAX_CHOICES, ChoiceFields
 
 MAX_PROMPTS = 128
 
 
-class CompletionBody(DetailFields, GenerationBody):
+class CompletionBody(DetailFields, ChoiceFields, GenerationBody):
     """POST /v1/completions"""
 
     id_prefix = "cmpl-"

@@ -58,14 +58,15 @@ class CompletionRenderer(Renderer):
 
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         choices = []
+        per_prompt = self._body.per_prompt
         for result in results:
-            self._take_prompt_logprobs(result.prompt_index, result)
-        for result in best_results(results, self._body.n or 1):
-            text = self._begin(result.prompt_index) + result.text
-            choice = self._choice(result.index, text, result, 0, result.prompt_index)
+            self._take_prompt_logprobs(result.index // per_prompt, result)
+        for prompt_index, result in best_results(results, per_prompt, self._body.n or 1):
+            text = self._begin(prompt_index) + result.text
+            choice = self._choice(result.index, text, result, 0, prompt_index)
             choice["stop_reason"] = result.stop_reason
             if self._body.return_token_ids:
-                choice["prompt_token_ids"] = self._prompts[result.prompt_index]
+                choice["prompt_token_ids"] = self._prompts[prompt_index]
             choices.append(choice)
         return orjson.dumps({**self._head, "choices": choices, "usage": usage.as_dict()})
 
@@ -128,18 +129,16 @@ class CompletionRenderer(Renderer):
         return token_name(self._body, self._tokenizer, token_id)
 
 
-def best_results(results: Sequence[ChoiceResult], n: int) -> list[ChoiceResult]:
-    """Return the n choices of each prompt with the best mean logprob, numbered anew."""
-    by_prompt: dict[int, list[ChoiceResult]] = {}
-    for result in results:
-        by_prompt.setdefault(result.prompt_index, []).append(result)
-    kept: list[ChoiceResult] = []
-    for group in by_prompt.values():
-        if len(group) > n:
+def best_results(results: Sequence[ChoiceResult], per_prompt: int, n: int) -> list[tuple[int, ChoiceResult]]:
+    """Return the n choices of each prompt with the best mean logprob, numbered anew, and the index of the prompt."""
+    kept: list[tuple[int, ChoiceResult]] = []
+    for prompt_index, first in enumerate(range(0, len(results), per_prompt)):
+        group = list(results[first : first + per_prompt])
+        if per_prompt > n:
             group.sort(key=_mean_logprob, reverse=True)
         for result in group[:n]:
             result.index = len(kept)
-            kept.append(result)
+            kept.append((prompt_index, result))
     return kept
 
 

@@ -117,7 +117,7 @@ def _choices(
             session=session,
         )
         text = ChoiceText(model.tokenizer, TextRules(continues=True))
-        choices.append(Choice(index, index, journal, text, model.dispatcher))
+        choices.append(Choice(index, journal, text, model.dispatcher))
     return choices
 
 

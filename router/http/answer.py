@@ -72,7 +72,7 @@ class WholeAnswer:
         self._request = request
         self._renderer = renderer
         self._headers = headers
-        self._results = [ChoiceResult(choice.index, choice.prompt_index) for choice in request.choices]
+        self._results = [ChoiceResult(choice.index) for choice in request.choices]
         self._num_open = len(self._results)
         self._error: Exception | None = None
         self._is_complete = asyncio.Event()

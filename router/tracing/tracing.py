@@ -46,7 +46,8 @@ class Tracing:
         is_sampled = caller.trace_flags.sampled if caller.is_valid else random.random() < self._ratio
         if not is_sampled:
             return response
-        choices = {choice.journal: choice.prompt_index for choice in request.choices}
+        per_prompt = len(request.choices) // len(request.leaders)
+        choices = {choice.journal: choice.index // per_prompt for choice in request.choices}
         return TracedResponse(response, lambda: self._trace(parent, request.request_id, model, choices))
 
     def _trace(self, parent: Context, request_id: str, model: str, choices: Mapping[Journal, int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from common.wings import from_wing
 from kvstore.pool.block_hash import HASH_VERSION
 from protos import types_pb2 as pb
 from router.api.text import ChoiceText, NewTextEnd, TextRules, Update
@@ -137,8 +138,11 @@ class Router:
                 f"r{self.num_requests}-{index}", [1, 2, 3], sampling, deadline=now + seconds, arrival=now
             )
             text = ChoiceText(DRY_RUN, TextRules(new_end=end_of(stops) if stops else None))
-            choices.append(Choice(index, index // num_choices, journal, text, self.dispatcher))
+            choices.append(Choice(index, journal, text, self.dispatcher))
         request, sink = GenerationRequest("r", choices, self.metrics), Listener()
+        several = from_wing("router.several_choices.request:SeveralChoices")
+        if several and num_choices > 1:
+            request = several("r", choices, self.metrics, num_choices)
         request.start(sink)
         return request, sink
 

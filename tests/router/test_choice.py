@@ -357,6 +357,7 @@ async def test_the_deadline_fails_a_request_without_a_token(is_waiting: bool) ->
     assert router.is_quiet()
 
 
+@pytest.mark.wing("router.several_choices")
 async def test_other_choices_of_a_prompt_start_when_it_is_computed() -> None:
     router = Router()
     (decode,) = router.decode

@@ -1,0 +1,1 @@
+"""Several choices for one prompt: the field `n`, and `best_of` of /v1/completions."""
