@@ -29,6 +29,7 @@ from tests.harness.clients import async_client
 from tests.harness.scripted_worker import Script, ScriptedWorker
 
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
+TWO_CHOICES: dict[str, Any] = {"n": 2} if has_wing("router.several_choices") else {}
 
 
 @dataclass

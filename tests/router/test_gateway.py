@@ -9,13 +9,14 @@ import pytest
 
 from common.metrics import ROUTER_SPECS, START_TIME
 from common.token_ids import num_ids, unpack_ids
-from tests.harness.router import DRY_RUN, Cluster, cluster, text_of
+from tests.harness.router import DRY_RUN, TWO_CHOICES, Cluster, cluster, text_of
 from tests.harness.scripted_worker import Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 
 
+@pytest.mark.wing("router.several_choices")
 async def test_n_choices_differ_and_start_after_the_first(c: Cluster) -> None:
     answer = await c.openai.chat.completions.create(model="dry-run", messages=MESSAGES, max_tokens=8, n=3, seed=5)
     texts = [choice.message.content for choice in answer.choices]
@@ -165,7 +166,7 @@ async def test_models_and_health() -> None:
 async def test_a_model_may_be_served_under_any_name() -> None:
     async with cluster(served_model_name='50%d "x"') as c:
         assert [model.id async for model in c.openai.models.list()] == ['50%d "x"']
-        events = await c.events(model='50%d "x"', n=2)
+        events = await c.events(model='50%d "x"', **TWO_CHOICES)
         assert {event["model"] for event in events[:-1]} == {'50%d "x"'}
         assert (await c.chat(model="dry-run")).status_code == 200
         assert (await c.chat(model="gpt-4")).json()["error"]["code"] == "model_not_found"

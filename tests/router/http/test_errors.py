@@ -17,7 +17,7 @@ from router.dispatch import Dispatcher
 from router.http.answer import EventStream
 from router.http.chunk_writer import ChunkWriter
 from router.http.errors import retry_after
-from tests.harness.router import Cluster, cluster
+from tests.harness.router import TWO_CHOICES, Cluster, cluster
 from tests.harness.scripted_worker import Script
 
 SECRET = "the sparrow flies at noon"
@@ -75,7 +75,7 @@ async def test_a_bug_in_the_middle_of_a_stream(
                 if owner is EventStream:
                     patch.setattr(ChunkWriter, "is_ready", property(lambda self: False))
                 patch.setattr(owner, method, breaking_after(getattr(owner, method), 3))
-                events = await c.events(messages=[{"role": "user", "content": SECRET}], n=2)
+                events = await c.events(messages=[{"role": "user", "content": SECRET}], **TWO_CHOICES)
             assert events[-2] == {"error": INTERNAL}
             assert events[-1] == "[DONE]"
             entry = logged(caplog, events[0]["id"])
