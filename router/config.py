@@ -19,8 +19,6 @@ class RouterConfig(Settings):
 
     host: str = setting("127.0.0.1", "address of the HTTP server")
     port: int = setting(8000, "port of the HTTP server")
-    metrics_port: int = setting(0, "another Prometheus port, where no key is asked for; 0: none")
-    metrics_host: str = setting("", "address of the router's --metrics-port; empty: --host")
     prefill: str = setting("", "prefill workers, host:port separated by commas; a name may stand for several")
     decode: str = setting("", "decode workers, host:port separated by commas; a name may stand for several")
     model: str = setting("", "the workers' --model; only its tokenizer is read here")
@@ -43,8 +41,6 @@ class RouterConfig(Settings):
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"--port {self.port}: choose 1 to 65535 (0: any free port)")
-        if not 0 <= self.metrics_port < 1 << 16 or self.metrics_port == self.port != 0:
-            raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, not --port (0: none)")
         if self.max_queue < 1:
             raise ConfigError("--max-queue must be at least 1")
         check_not_negative(self, "max_retries", "worker_wait_seconds", "local_prefill_tokens", "drain_grace_seconds")

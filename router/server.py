@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 import sys
-from contextlib import ExitStack
 
 import uvicorn
 import uvloop
@@ -20,7 +19,7 @@ from common.model_files import resolve_model
 from common.net.hosts import socket_family, with_port
 from common.process import TRIM_SECONDS, share_one_heap, trim_heap
 from common.text.load import load_tokenizer
-from common.wings import call_wing, require_wing
+from common.wings import call_wing
 from router.app import create_app
 from router.config import HttpConfig, RouterConfig
 from router.gateway import Gateway
@@ -115,13 +114,12 @@ async def _serve(gateway: Gateway, http: HttpConfig, protocol: type[ChunkProtoco
     # uvicorn shuts down on these signals, then raises them again: a handler must exist for exit code 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    with ExitStack() as stack:
-        if gateway.config.metrics_port:
-            require_wing("router.metrics_port", "--metrics-port")
-            stack.callback(
-                call_wing("router.metrics_port.port:open_metrics_port", gateway.config, gateway.metrics_text)
-            )
+    open_port = "router.metrics_port.port:open_metrics_port"
+    close_port = call_wing(open_port, gateway.config, gateway.metrics_text) or (lambda: None)
+    try:
         await server.serve(sockets=[listener])
+    finally:
+        close_port()
     return 0 if server.started else 1
 
 

@@ -40,7 +40,6 @@ class WorkerConfig(Settings):
         choices=(AUTO, *TRANSPORTS),
     )  # fmt: skip
     drain_grace_seconds: float = setting(30.0, "time that open requests get after SIGTERM")
-    metrics_port: int = setting(0, "port for Prometheus and for health checks by HTTP (/readyz); 0: none")
     log_level: str = setting("info", LEVEL_HELP, choices=LEVELS)
     log_format: str = setting("text", FORMAT_HELP, choices=FORMATS)
 

@@ -22,7 +22,7 @@ from common.logging import report_end, setup_logging
 from common.net.hosts import with_port
 from common.net.rpc import RpcServer
 from common.process import TRIM_SECONDS, share_one_heap, trim_heap
-from common.wings import from_wing, require_wing
+from common.wings import call_wing, from_wing
 from engine.config import EngineConfig, GpuConfig
 from protos import types_pb2 as pb
 from worker.config import WorkerConfig
@@ -92,11 +92,7 @@ async def _serve(role: str, settings: Start, run_dir: str) -> int:
         info.MergeFromString(engine.ready.info)
         front = WorkerFront(engine, info)
         kv_service = add_kv_service(server, engine, worker, front)
-        if worker.metrics_port:
-            require_wing("worker.metrics_port", "--metrics-port")
-            from worker.metrics_port.worker_metrics import WorkerMetrics
-
-            WorkerMetrics(front).serve(worker.host, worker.metrics_port, server)
+        call_wing("worker.metrics_port.worker_metrics:open_metrics_port", front, worker, server)
         kind_of_servicer = from_wing("worker.drains.servicer:DrainServicer") or WorkerServicer
         register(role, server, kind_of_servicer(front))
         await server.start()

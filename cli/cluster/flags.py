@@ -1,4 +1,4 @@
-"""Reads flags and environment of `mini-infer serve` into one `ClusterConfig`. Picks free ports; starts nothing."""
+"""Reads flags and environment of `mini-infer serve` into one `ClusterConfig`. Picks, checks ports; starts nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cli.cluster.plan import ClusterConfig, LocalWorker, ServeConfig
-from cli.cluster.ports import LOOPBACK, free_ports
+from cli.cluster.ports import LOOPBACK, check_port, free_ports
 from common.config import SettingsParser, add_arguments, from_namespace
 from common.model_files import DRY_RUN_MODEL_NAME
 from common.wings import call_wing, from_wing, has_wing
@@ -90,13 +90,22 @@ def parse_config(
         workers = placed(workers, serve, gpus)
     addresses = {role: ",".join(f"{LOOPBACK}:{each.port}" for each in workers if each.role == role) for role in ROLES}
     router = settings(RouterConfig, model=engine.model, **addresses)
+    agent = node_agent(settings(AgentConfig), agent_port) if HAS_AGENT else None
+    names = [*(worker.name for worker in workers), *(["agent"] if agent else []), "router"]
     return ClusterConfig(
         serve=serve,
         router=router if router.port else dataclasses.replace(router, port=router_port),
         http=settings(HttpConfig),
         worker=settings(WorkerConfig),
         engine=engine,
-        agent=node_agent(settings(AgentConfig), agent_port) if HAS_AGENT else None,
+        agent=agent,
         workers=tuple(workers),
+        metrics_ports=call_wing("cli.metrics_port.ports:metrics_ports", serve, names) or {},
         why_these_workers=why,
     )
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raise ConfigError for a port that another program uses, or that the cluster needs twice."""
+    check_port(config.router.host, config.router.port)
+    call_wing("cli.metrics_port.ports:check_metrics_ports", config)

@@ -21,7 +21,6 @@ from engine.config import EngineConfig, GpuConfig
 from router.config import HttpConfig, RouterConfig
 from worker.config import WorkerConfig
 
-MAX_PORT = (1 << 16) - 1
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SECRETS = ("cluster_token", "api_key")  # passed by environment: every user can read a command line
 
@@ -36,15 +35,9 @@ class ServeConfig(Settings):
     )
     decode: int = setting(-1, "decode workers; -1: one on a CPU, on GPUs as many as they hold")
     dry_run: bool = setting(False, "a tiny random model, no files needed; the same as --model dry-run")
-    metrics_port: int = setting(
-        0, "Prometheus port of the first worker; prefill workers, decode workers, the node agent and the router take "
-        "it and the next ones; 0: none (the router has /metrics on its own port, too, where it may need the API key)"
-    )  # fmt: skip
     verbose: bool = setting(False, "show the services' logs while they start")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.metrics_port <= MAX_PORT - max(self.prefill, 1) - max(self.decode, 1) - 1:
-            raise ConfigError(f"--metrics-port {self.metrics_port}: choose 1 to 65535, with room for all services")
         if self.prefill < -1 or self.decode < -1 or self.decode == 0:
             raise ConfigError(
                 f"--prefill {self.prefill} --decode {self.decode}: at least one decode worker is needed "
@@ -80,6 +73,7 @@ class ClusterConfig:
     engine: EngineConfig
     agent: Any
     workers: tuple[LocalWorker, ...]
+    metrics_ports: Mapping[str, int]  # by service; empty: none
     why_these_workers: str = ""  # why this many workers and ranks, if no flag gave the numbers
 
     @property
@@ -87,14 +81,6 @@ class ClusterConfig:
         """URL of the router, on this machine."""
         host = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}.get(self.router.host, self.router.host)
         return f"http://{with_port(host, self.router.port)}"
-
-    @property
-    def metrics_ports(self) -> dict[str, int]:
-        """Metrics port of each service; empty without metrics ports."""
-        if not self.serve.metrics_port:
-            return {}
-        names = [worker.name for worker in self.workers] + ["agent"] * bool(self.agent) + ["router"]
-        return {name: self.serve.metrics_port + index for index, name in enumerate(names)}
 
 
 def workers_of(config: ClusterConfig) -> str:
@@ -128,7 +114,7 @@ class Plan:
             worker_id=name,
             run_dir=str(self.run_dir),
             agent_socket=config.agent.socket(self.run_dir) if config.agent else "",
-            metrics_port=config.metrics_ports.get(name, 0),
+            **self._metrics_port(name),
         )
         file_fields = [field.name for field in dataclasses.fields(config.engine) if field.metadata["per_worker"]]
         files: dict[str, Any] = {
@@ -148,9 +134,14 @@ class Plan:
 
     def router(self) -> ServiceSpec:
         config = self.config
-        router = dataclasses.replace(config.router, metrics_port=config.metrics_ports.get("router", 0))
+        router = dataclasses.replace(config.router, **self._metrics_port("router"))
         settings, health = [router, config.http], f"{config.url}/readyz"
         return self.spec("router", "router", settings, health, stop_stage=0, grace_seconds=self._grace_seconds)
+
+    def _metrics_port(self, name: str) -> dict[str, Any]:
+        """Return the setting of a service's metrics port, if it has one."""
+        ports = self.config.metrics_ports
+        return {"metrics_port": ports[name]} if name in ports else {}
 
     @property
     def _grace_seconds(self) -> float:

@@ -18,12 +18,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cli.cluster.flags import GROUPS, parse_config
+from cli.cluster.flags import GROUPS, check_ports, parse_config
 from cli.cluster.plan import ClusterConfig, plan_cluster, workers_of
-from cli.cluster.ports import LOOPBACK, check_port
 from cli.cluster.progress import StartDisplay
 from cli.cluster.supervisor import StartError, Supervisor, until_death
-from common.errors import ConfigError
 from common.logging import write_line
 from common.model_files import DEFAULT_MODEL_NAME, resolve_model
 from common.wings import call_wing, from_wing
@@ -52,16 +50,6 @@ def run(argv: Sequence[str]) -> int:
         supervisor = Supervisor(specs, display, keep)
         asyncio.run(_serve(supervisor, display, ready_message(config, model.name)))
     return 0
-
-
-def check_ports(config: ClusterConfig) -> None:
-    """Raise ConfigError for a port that another program uses, or that the cluster needs twice."""
-    check_port(config.router.host, config.router.port)
-    for name, port in config.metrics_ports.items():
-        if port == config.router.port:
-            raise ConfigError(f"--metrics-port gives {name} port {port}, which is the router's: choose another")
-        of_router = config.router.metrics_host or config.router.host
-        check_port(of_router if name == "router" else LOOPBACK, port, "--metrics-port")
 
 
 def ready_message(config: ClusterConfig, model_name: str) -> str:

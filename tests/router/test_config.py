@@ -18,8 +18,6 @@ from router.config import RouterConfig
         {"decode": ":80"},
         {"decode": "a:1", "prefill": "b:x"},
         {"decode": "a:1", "port": -1},
-        {"decode": "a:1", "metrics_port": 8000},
-        {"decode": "a:1", "metrics_port": 65536},
         {"decode": "a:1", "max_queue": 0},
         {"decode": "a:1", "max_retries": -1},
         {"decode": "a:1", "request_timeout_seconds": 0.0},

@@ -9,12 +9,21 @@ from common.metrics_port.pulse import Pulse
 from common.metrics_port.server import serve_scrapes
 from common.net.rpc import RpcServer
 from protos import types_pb2 as pb
+from worker.config import WorkerConfig
 from worker.front.front import WorkerFront
 from worker.messages import Pull, StepReport
 from worker.metrics_port.metrics import METRICS
+from worker.metrics_port.settings import WorkerMetricsSettings
 
 BLOCK_STATES = ("free", "cached", "used")
 NO_TRANSPORT = "none"  # of a pull that failed before a transport was chosen
+
+
+def open_metrics_port(front: WorkerFront, worker: WorkerConfig, server: RpcServer) -> None:
+    """Open a worker's metrics port, if it has one. Raises ConfigError if the port is taken."""
+    port = worker.of(WorkerMetricsSettings).metrics_port
+    if port:
+        WorkerMetrics(front).serve(worker.host, port, server)
 
 
 class WorkerMetrics:

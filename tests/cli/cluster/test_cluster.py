@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cli.cluster.flags import build_parser, parse_config
+from cli.cluster.flags import build_parser, check_ports, parse_config
 from cli.cluster.plan import plan_cluster
 from cli.cluster.ports import free_ports
-from cli.cluster.serve import check_ports, ready_message
+from cli.cluster.serve import ready_message
 from common.config import to_argv
 from common.errors import ConfigError
 from common.model_files import DEFAULT_MODEL_NAME

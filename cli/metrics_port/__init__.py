@@ -1,0 +1,1 @@
+"""Metrics ports of the services of `mini-infer serve`."""
