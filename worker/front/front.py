@@ -46,7 +46,7 @@ class WorkerFront:
         self._engine = engine
         self._events = EventLog()
         self._sessions: set[Session] = set()
-        self._owner: dict[str, Session] = {}  # by request
+        self._owner: dict[str, Session] = {}  # by open request
 
     @property
     def num_open_requests(self) -> int:
@@ -88,7 +88,7 @@ class WorkerFront:
             case "cancel":
                 self._cancel(session, command.cancel.request_id)
             case "hand_over":
-                if command.hand_over.request_id in session.requests:
+                if self._owner.get(command.hand_over.request_id) is session:
                     self._tell(command)
             case "release":
                 self.release(command.release)
@@ -110,7 +110,6 @@ class WorkerFront:
         elif request_id in self._owner:
             self._refuse(session, request_id, EngineError("this request id is in use"))
         else:
-            session.requests.add(request_id)
             self._owner[request_id] = session
             self._tell(command)
 
@@ -118,13 +117,13 @@ class WorkerFront:
         session.send(pb.StepReport(failures=[failure_of(error, request_id)], load=self._load_report()))
 
     def _cancel(self, session: Session, request_id: str) -> None:
-        if request_id in session.requests:
-            self._forget(request_id)
+        if self._owner.get(request_id) is session:
+            del self._owner[request_id]
             self._tell(pb.Command(cancel=pb.Cancel(request_id=request_id)))
 
     def _close(self, session: Session) -> None:
         self._sessions.discard(session)
-        for request_id in list(session.requests):
+        for request_id in [name for name, owner in self._owner.items() if owner is session]:
             self._cancel(session, request_id)
         self.release(*session.unsent_handles())
 
@@ -186,17 +185,13 @@ class WorkerFront:
                 continue
             reports[session].deltas.append(token_delta(delta))
             if delta.finish_reason is not None:
-                self._forget(delta.request_id)
+                del self._owner[delta.request_id]
         for failure in map(pb.Failure.FromString, report.failures):
-            if session := self._owner.get(failure.request_id):
+            if session := self._owner.pop(failure.request_id, None):
                 reports[session].failures.append(failure)
-                self._forget(failure.request_id)
         self._send(reports, self._events.append(report.stored, report.removed))
         for listener in self.listeners:
             listener(report)
-
-    def _forget(self, request_id: str) -> None:
-        self._owner.pop(request_id).requests.remove(request_id)
 
     def _send(self, reports: dict[Session, pb.StepReport], events: list[pb.KvEvent]) -> None:
         load, now = self._load_report(), time.monotonic()

@@ -14,10 +14,9 @@ MAX_WAITING_REPORTS = 4096  # a router that lags this far is gone or broken; its
 
 @dataclass(eq=False)
 class Session:
-    """One router's stream: its open requests, and its queue of reports, in which None ends the stream."""
+    """One router's stream: its queue of reports, in which None ends the stream."""
 
     reports: asyncio.Queue[pb.StepReport | None] = field(default_factory=asyncio.Queue)
-    requests: set[str] = field(default_factory=set)  # ids of those that are open
     last_report_time: float = 0.0
     closed_reason: str = ""
     num_drain_changes: int = 0  # the last that the router has acknowledged
