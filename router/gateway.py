@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -138,6 +137,7 @@ class Gateway:
         rules = TextRules(
             continues=body.continues_prompt,
             skip_special=body.skip_special_tokens is not False,
+            has_logprobs=(body.num_logprobs, body.num_prompt_logprobs) != (None, None),
             new_end=call_wing("router.stop_strings.stops:text_end_of", body),
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             shows_stop_token=bool(body.include_stop_str_in_output),
@@ -149,8 +149,6 @@ class Gateway:
         choices: list[Choice] = []
         for token_ids in prompts:
             params = features.sampling(body, model.tokenizer, model.limits(), token_ids)
-            has_logprobs = params.HasField("logprobs") or params.HasField("prompt_logprobs")
-            rules = replace(rules, has_logprobs=has_logprobs)
             for sampling in call_wing("router.several_choices.request:samplings", params, per_prompt) or [params]:
                 index = len(choices)
                 journal = Journal(

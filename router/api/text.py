@@ -96,17 +96,15 @@ class Usage:
     reasoning_tokens: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            **(
-                {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
-                if self.reasoning_tokens
-                else {}
-            ),
         }
+        if self.reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class TextEnd(Protocol):
