@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
@@ -41,17 +41,6 @@ def _raise_exception(message: str) -> None:
     raise InvalidRequestError(f"the model's chat template refuses these messages: {message}", "messages")
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Dump JSON as it is; Jinja's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
@@ -64,7 +53,7 @@ def _compiled(source: str) -> tuple[Template, frozenset[str]]:
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own would escape it for HTML
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source), frozenset(meta.find_undeclared_variables(environment.parse(source)))
