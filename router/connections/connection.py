@@ -168,7 +168,7 @@ class Connection(ChunkProtocol):
             self.abort()  # the error would become a part of the answer to an earlier request
             return
         self._end_answers()  # the error is the answer; the application need not make one
-        body = orjson.dumps(error_object(error))
+        body = orjson.dumps(error_object(error, {}))
         head = b"HTTP/1.1 %d %s\r\n" % (status := status_of(error), HTTPStatus(status).phrase.encode())
         for name, value in error_headers(error).items():
             head += f"{name}: {value}\r\n".encode()

@@ -7,7 +7,6 @@ import math
 import random
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 logger.addFilter(RateLimit())
 MAX_RETRY_SECONDS = 60  # the openai package ignores a longer Retry-After
 ERROR_SHAPE = "router.error_shape"  # scope key of another API's function that converts OpenAI's errors to its own
-NO_SCOPE: Mapping[str, Any] = MappingProxyType({})
 # Scope key of a list of functions, applied in this order, that map a field's name to the client's name of it.
 FIELD_NAMES = "router.field_names"
 REQUEST_ID = "router.request_id"  # scope key of a request's id
@@ -53,7 +51,7 @@ def status_of(error: BaseException) -> int:
     return mapping_for(error).http_status
 
 
-def error_object(error: BaseException, scope: Mapping[str, Any] = NO_SCOPE) -> dict[str, Any]:
+def error_object(error: BaseException, scope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of an error answer to the request of `scope`, or the data of an error event in a stream."""
     shape: Callable[[dict[str, Any]], dict[str, Any]] | None = scope.get(ERROR_SHAPE)
     body = _openai_error(error, scope.get(FIELD_NAMES, ()))
@@ -105,12 +103,9 @@ def retry_after(expected_seconds: float, draw: float) -> int:
     return first + int(draw * (max(first // 2, 2) + 1))
 
 
-def error_response(
-    error: BaseException, scope: Mapping[str, Any] = NO_SCOPE, headers: Mapping[str, str] | None = None
-) -> Response:
+def error_response(error: BaseException, scope: Mapping[str, Any], headers: Mapping[str, str]) -> Response:
     """Return the response for an error. headers: added to its own."""
-    body = orjson.dumps(error_object(error, scope))
-    return Response(body, status_of(error), headers={**error_headers(error), **(headers or {})})
+    return Response(orjson.dumps(error_object(error, scope)), status_of(error), {**error_headers(error), **headers})
 
 
 def log_if_internal(scope: MutableMapping[str, Any], error: BaseException) -> str:

@@ -99,7 +99,7 @@ class Application:
                 await self._serve(scope, receive, send)
             else:
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer ...'"
-                await error_response(UnauthenticatedError(message))(scope, receive, send)
+                await error_response(UnauthenticatedError(message), scope, {})(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - the server would log its message, which may quote the request
             log_if_internal(scope, error)
 
