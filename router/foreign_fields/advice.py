@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Mapping, MutableMapping, Set
 from typing import Any
 
-from router.foreign_fields.known_fields import is_ignored
+from router.foreign_fields.known_fields import is_ignored, own_fields
 
 IGNORED = "router.ignored"  # in a request's scope: fields of its body without effect
 MAX_NAMED = 16  # fields, since proxies limit the size of headers
@@ -42,6 +42,15 @@ def without_effect(own: Container[str], no_effect: Collection[str], fields: Mapp
         if name and isinstance(inner, dict) and inner.get(name) is not None:
             found.append(path)
     return found
+
+
+def own_fields_of(
+    own: Container[str], no_effect: Collection[str], fields: Mapping[str, Any], scope: MutableMapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the fields of a body without those of other servers; note in its scope, if any, what has no effect."""
+    if scope is not None:
+        note_ignored(scope, without_effect(own, no_effect, fields))
+    return own_fields(own, fields)
 
 
 def note_ignored(scope: MutableMapping[str, Any], fields: Iterable[str]) -> None:

@@ -17,17 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
 from common.errors import InvalidRequestError
-from common.wings import has_wing
+from common.wings import call_wing, has_wing
 from router.api.schemas import Body, Message
 from router.http.errors import HttpError
 
 HAS_BOUNDS = has_wing("router.body_bounds")
 if HAS_BOUNDS:
     from router.body_bounds.json_shape import check_keys, checked_shape
-HAS_FOREIGN_FIELDS = has_wing("router.foreign_fields")
-if HAS_FOREIGN_FIELDS:
-    from router.foreign_fields.advice import note_ignored, without_effect
-    from router.foreign_fields.known_fields import own_fields
 
 B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 16 << 20
@@ -85,12 +81,9 @@ def parse_body(kind: type[B], fields: dict[str, Any], scope: Scope | None = None
 
     scope: the request's scope, which collects fields without effect for a header of the answer.
     """
-    if HAS_FOREIGN_FIELDS:
-        if scope is not None:
-            note_ignored(scope, without_effect(kind.model_fields, kind.no_effect, fields))
-        fields = own_fields(kind.model_fields, fields)
+    own = call_wing("router.foreign_fields.advice:own_fields_of", kind.model_fields, kind.no_effect, fields, scope)
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(fields if own is None else own)
     except ValidationError as error:
         raise _first_error(kind, error) from None
 
