@@ -17,13 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
 from common.errors import InvalidRequestError
-from common.wings import call_wing, has_wing
+from common.wings import call_wing
 from router.api.schemas import Body, Message
 from router.http.errors import HttpError
-
-HAS_BOUNDS = has_wing("router.body_bounds")
-if HAS_BOUNDS:
-    from router.body_bounds.json_shape import check_keys, checked_shape
 
 B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 16 << 20
@@ -62,7 +58,7 @@ async def _read(request: Request) -> bytes:
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    shape = checked_shape(body) if HAS_BOUNDS else None
+    shape = call_wing("router.body_bounds.json_shape:checked_shape", body)
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -71,8 +67,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError(f"the body is {what}{place}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("the body must be a JSON object", code="invalid_json")
-    if shape is not None:
-        check_keys(value, shape)
+    call_wing("router.body_bounds.json_shape:check_keys", value, shape)
     return value
 
 
