@@ -7,26 +7,19 @@ its state: each token comes here once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import EngineError
 from common.text.detokenizer import Detokenizer
 from common.text.tokenizer import Tokenizer
 from protos import types_pb2 as pb
 
+if TYPE_CHECKING:
+    from common.tools.call_deltas import DeltaToolCall
+
 DEADLINE = "deadline"  # a stop reason
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaToolCall:
-    """The beginning of a tool call, or more of its arguments."""
-
-    index: int  # index of the call in its choice
-    call_id: str  # set, as the name, in the first delta of a call, else empty
-    name: str
-    arguments: str  # the next characters of the JSON text
 
 
 @dataclass(slots=True)
@@ -73,17 +66,6 @@ class ChoiceResult:
     @property
     def reasoning(self) -> str:
         return "".join(self.reasoning_pieces)
-
-
-def merged_calls(deltas: Sequence[DeltaToolCall]) -> list[DeltaToolCall]:
-    """Merge the deltas of each call into one, as clients expect in a chunk or a message."""
-    by_index: dict[int, list[DeltaToolCall]] = {}
-    for delta in deltas:
-        by_index.setdefault(delta.index, []).append(delta)
-    return [
-        replace(parts[0], arguments="".join(part.arguments for part in parts)) if len(parts) > 1 else parts[0]
-        for parts in by_index.values()
-    ]
 
 
 @dataclass(slots=True)

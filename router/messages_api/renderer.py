@@ -9,8 +9,9 @@ import orjson
 from pydantic import TypeAdapter
 
 from common.text.tokenizer import Tokenizer
+from common.tools.call_deltas import DeltaToolCall, merged_calls
 from router.api.render import Renderer, RenderOptions
-from router.api.text import ChoiceResult, DeltaToolCall, Update, Usage, merged_calls
+from router.api.text import ChoiceResult, Update, Usage
 
 _ANY = TypeAdapter[Any](Any)
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}

@@ -6,7 +6,8 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from router.api.text import ChoiceResult, DeltaToolCall, Update, merged_calls
+from common.tools.call_deltas import DeltaToolCall, merged_calls
+from router.api.text import ChoiceResult, Update
 
 Event = dict[str, Any]
 DeltaLengths = list[list[int]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from router.api.text import DeltaToolCall, Update
+from common.tools.call_deltas import DeltaToolCall
+from router.api.text import Update
 from router.responses_api.output import DeltaLengths, Event, Output
 from router.responses_api.renderer import event_bytes, first_events, last_events
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from common.tools.call_deltas import DeltaToolCall, merged_calls
 from common.tools.tool_parser import CallDelta, ToolCallParser
-from router.api.text import ChoiceResult, DeltaToolCall, Update, merged_calls
+from router.api.text import ChoiceResult, Update
 from router.tools.tool_use import ToolUse
 
 
