@@ -11,14 +11,12 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.timing import copy_bandwidth, graph_seconds, num_input_sets, report, report_against_copy
-from kernels import kv_digest as reference_digest
-from kernels.gpu.elementwise import kv_digest
 from kernels.gpu.kv_copies import kv_copy
 from kernels.kv_copies import kv_copy as reference
 from kvstore.pool.digest import digest_weights
 
-ON_GPU = kv_copy.copy_blocks, kv_digest.digest_blocks
-REFERENCE = reference.copy_blocks, reference_digest.digest_blocks
+ON_GPU = kv_copy.copy_blocks, kv_copy.digest_blocks
+REFERENCE = reference.copy_blocks, reference.digest_blocks
 BLOCK_BYTES = {"qwen2.5-7b": 917_504, "smollm2-135m": 368_640}  # 16 tokens, bfloat16
 CASES = (("qwen2.5-7b", 1), ("qwen2.5-7b", 64), ("qwen2.5-7b", 512), ("smollm2-135m", 64))
 

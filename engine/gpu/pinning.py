@@ -6,35 +6,15 @@ through pinned memory are asynchronous.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
-
 PIECE_BYTES = 64 << 20  # of device memory that copies to and from host slots go through
 NUM_PIECES = 2  # one on its way, one being filled
-READ_ONLY = 8  # cudaHostRegisterReadOnly
 NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.float32: np.float32}
-
-
-def pin(memory: Tensor, is_read_only: bool = False) -> None:
-    """Register `memory` with the driver, without moving it, for as long as this tensor object lives.
-
-    is_read_only: the memory is mapped read-only. Raises ConfigError when the driver refuses.
-    """
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), READ_ONLY if is_read_only else 0)
-    if int(status) != 0:
-        raise ConfigError(
-            f"the driver does not pin {memory.numel() / 1e9:.2f} GB of host memory: lower --kv-staging-gb or "
-            "--host-tier-gb"
-        )
-    # Other memory may be mapped at this address later, which the driver must not take for this one.
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

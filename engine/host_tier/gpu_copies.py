@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES, pin, upload
+from engine.gpu.pinning import NUM_PIECES, PIECE_BYTES, upload
+from engine.host_tier.pinning import pin
 from kernels.kv_copies import kernels_for
 from kvstore.types import BlockId, HostSlot, merged_runs
 

@@ -1,8 +1,9 @@
 """Copies KV blocks between pools and computes their digests; all layers of a block are one row of 64-bit words.
 
     target[target_ids[i]] = source[source_ids[i]]                 or, of each block, the words of a `WordCopy`
+    digest_i = sum_j (a_j * x_ij + b_j * (x_ij >> 32))  mod 2^64     of the words x_i of block source_ids[i]
 
-Digests are those of `kernels/kv_digest.py`, of the words of block source_ids[i].
+The weights a, b, which are an argument, are those of `kvstore.pool.digest`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from kernels.kv_digest import digest_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,16 @@ def copy_blocks(
         places = _ranges(target, copy, copy.target_offset, copy.target_pitch)
         places[target_ids.long()] = pieces
     return None if weights is None else digest_blocks(source, source_ids, weights, digests)
+
+
+def digest_blocks(blocks: Tensor, ids: Tensor, weights: Tensor, digests: Tensor | None = None) -> Tensor:
+    """Compute digests: blocks int64 (num_blocks, num_words), weights int64 (2, num_words) -> int64 (num_ids,).
+
+    With `digests`, the result is added to them.
+    """
+    words = blocks[ids.long()]
+    result = (weights[0] * words + weights[1] * (words >> 32)).sum(dim=1)
+    return result if digests is None else digests.add_(result)
 
 
 def _ranges(blocks: Tensor, copy: WordCopy, offset: int, pitch: int) -> Tensor:

@@ -45,7 +45,6 @@ from kernels.gpu.collectives.all_reduce import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_quantize,
 )
-from kernels.gpu.elementwise.kv_digest import digest_blocks
 from kernels.gpu.expert_parallel.divided_rows import combine_add_rms_norm, scatter_add_rms_norm
 from kernels.gpu.expert_parallel.exchange_memory import ExchangeLayout, ExchangeMemory, rows_a_rank
 from kernels.gpu.expert_parallel.expert_combine import combine
@@ -53,7 +52,7 @@ from kernels.gpu.expert_parallel.expert_dispatch import dispatch
 from kernels.gpu.expert_parallel.expert_loads import count_choices
 from kernels.gpu.expert_parallel.expert_slots import choose_slots
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
-from kernels.gpu.kv_copies.kv_copy import copy_blocks
+from kernels.gpu.kv_copies.kv_copy import copy_blocks, digest_blocks
 from kernels.gpu.logit_rules.process_logits import LogitsRules, process_logits
 from kernels.gpu.mla.latent_decode import latent_decode, latent_workspace, plan_latents
 from kernels.gpu.mla.latent_prefill import latent_prefill

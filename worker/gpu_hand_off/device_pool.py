@@ -14,7 +14,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError, TransferError
-from engine.gpu.pinning import pin
+from engine.host_tier.pinning import pin
+from kernels.kv_copies import kernels_for
 from kvstore.pool.digest import WORD_BYTES, digest_weights
 from kvstore.transports.transport import Blocks
 from kvstore.types import BlockId, merged_runs
@@ -75,9 +75,7 @@ class DevicePool:
         self._on_gpu = kv_pool.is_cuda
         self._weights: dict[int, Tensor] = {}  # by words of a block: blocks of other ranks may have another size
         self.weights_of(self.words.shape[1])
-        # imported here, because the first needs triton
-        kernels = import_module("kernels.gpu.elementwise.kv_digest" if self._on_gpu else "kernels.kv_digest")
-        self._digest_blocks: Any = kernels.digest_blocks
+        self._digest_blocks: Any = kernels_for(self._on_gpu).digest_blocks
         self._own = threading.local()  # .stream, .lists
         self._fence: torch.cuda.Event | None = None
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.gpu.pinning import pin
 from engine.host_tier.buffer import host_buffer_over
+from engine.host_tier.pinning import pin
 from kvstore.handle.handle import PoolInfo
 from kvstore.transports.shm import ShmReader
 from kvstore.transports.transport import LocalPool, Reader

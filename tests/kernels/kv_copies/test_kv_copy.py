@@ -3,11 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.elementwise import kv_digest as gpu_digest
 from kernels.gpu.kv_copies import kv_copy as gpu
 from kernels.kv_copies import kv_copy as reference
 from kernels.kv_copies.kv_copy import WordCopy
-from kernels.kv_digest import digest_blocks as reference_digests
 from kvstore.pool.digest import digest_blocks, digest_weights
 
 
@@ -36,8 +34,8 @@ def test_copies_what_it_should_and_digests_it(
     want = digest_blocks(source[source_ids.long()].cpu().numpy().view("uint8"))
     assert digests is not None
     assert [int(value) & (1 << 64) - 1 for value in digests.tolist()] == want
-    assert torch.equal(digests, gpu_digest.digest_blocks(source, source_ids, weights))
-    assert torch.equal(digests, reference_digests(source, source_ids, weights))
+    assert torch.equal(digests, gpu.digest_blocks(source, source_ids, weights))
+    assert torch.equal(digests, reference.digest_blocks(source, source_ids, weights))
 
 
 def test_copies_without_digests(device: torch.device) -> None:
@@ -71,7 +69,7 @@ def test_copies_parts_and_digests_whole_blocks(copy: WordCopy, device: torch.dev
     assert found is not None
     assert want is not None
     assert torch.equal(found, want)
-    assert torch.equal(found, reference_digests(source, ids[0], weights))
+    assert torch.equal(found, reference.digest_blocks(source, ids[0], weights))
     with pytest.raises(ValueError, match="do not fit"):
         gpu.copy_blocks(source, ids[0], target[:, :-1].contiguous(), ids[1], weights, copy)
 
