@@ -29,7 +29,7 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.assembly import EngineParts, assemble
 from engine.config import EngineConfig, GpuConfig
-from engine.kv.memory import kv_layout
+from engine.kv.memory import DTYPE_NAMES, kv_layout
 from engine.kv_groups.of_layout import block_groups
 from engine.loader.load import read_config, resolve_device
 from engine.request import Request, RequestStatus
@@ -47,7 +47,7 @@ class Bench:
     random: random.Random
 
     def add(self, num_input: int, num_output: int) -> Request:
-        prompt = random_prompt(self.random, self.parts.model_config.vocab_size, num_input)
+        prompt = random_prompt(self.random, self.parts.loaded.config.vocab_size, num_input)
         return self.parts.engine.add_request(prompt, greedy(num_output))
 
 
@@ -126,11 +126,11 @@ def open_bench(options: argparse.Namespace) -> Bench:
     began = time.perf_counter()
     parts = assemble(config, gpu=replace(gpu, overlap=False) if options.one_at_a_time and config.pp > 1 else gpu)
     ready_seconds = time.perf_counter() - began
-    dtype = getattr(torch, parts.dtype)
     gc.collect()
     gc.freeze()  # as an engine process does
-    peaks = measure_peaks(torch.device(parts.device), dtype)
-    if parts.device != "cpu":  # each rank has a GPU; stages read their weights once for each of as many steps
+    device = parts.loaded.device
+    peaks = measure_peaks(device, parts.loaded.dtype)
+    if device.type != "cpu":  # each rank has a GPU; stages read their weights once for each of as many steps
         peaks = Peaks(peaks.read_bytes_per_second * config.tp, peaks.flops_per_second * config.num_ranks)
     if options.bandwidth:
         peaks = replace(peaks, read_bytes_per_second=options.bandwidth * 1e9)
@@ -157,7 +157,7 @@ def decode_rounds(bench: Bench, lengths: Sequence[int], num_output: int, rounds:
 
 def decode_figures(bench: Bench, lengths: Sequence[int], num_output: int) -> dict[str, Any]:
     """Compute prompts of these lengths, then measure the steps in which every sequence gets one token."""
-    engine, config = bench.parts.engine, bench.parts.model_config
+    engine, config = bench.parts.engine, bench.parts.loaded.config
     batch, num_input = len(lengths), sum(lengths) / len(lengths)
     requests = [bench.add(num_tokens, num_output) for num_tokens in lengths]
     began = time.perf_counter()
@@ -175,10 +175,10 @@ def decode_figures(bench: Bench, lengths: Sequence[int], num_output: int) -> dic
         steps += 1
     seconds = time.perf_counter() - prefilled
     num_tokens = num_output_tokens(requests) - done
-    parts = bench.parts
+    parts, loaded = bench.parts, bench.parts.loaded
     mean_context = num_input + num_output / 2
     floor = decode_floor_seconds(
-        config, parts.dtype, parts.quantization, batch, mean_context, bench.peaks, parts.geometry.dtype
+        config, DTYPE_NAMES[loaded.dtype], loaded.quant_mode, batch, mean_context, bench.peaks, parts.geometry.dtype
     )
     tokens_per_second = num_tokens / seconds
     return {
@@ -205,7 +205,7 @@ def prefill_figures(bench: Bench, num_tokens: int) -> dict[str, Any]:
         while bench.parts.engine.has_work():
             bench.parts.engine.step()
         best = min(best, time.perf_counter() - began)
-    floor = prefill_floor_seconds(bench.parts.model_config, num_tokens, bench.peaks)
+    floor = prefill_floor_seconds(bench.parts.loaded.config, num_tokens, bench.peaks)
     return {
         **identity(bench),
         "prefill": num_tokens,
@@ -242,12 +242,13 @@ def offline_figures(bench: Bench) -> dict[str, Any]:
 
 
 def identity(bench: Bench) -> dict[str, Any]:
+    loaded = bench.parts.loaded
     return {
         "model": bench.parts.files.name,
-        "device": bench.parts.device,
-        "dtype": bench.parts.dtype,
+        "device": str(loaded.device),
+        "dtype": DTYPE_NAMES[loaded.dtype],
         "kv_dtype": bench.parts.geometry.dtype,
-        "quant_mode": bench.parts.quantization,
+        "quant_mode": loaded.quant_mode,
     }
 
 

@@ -46,7 +46,7 @@ class ShortPrompts:
         gc.freeze()  # as an engine process does
         self.engine, self._runner = parts.engine, parts.runner
         self._graphs = parts.runner.prompt_graphs
-        self._vocab_size = parts.model_config.vocab_size
+        self._vocab_size = parts.loaded.config.vocab_size
         self._random = random.Random(0)
 
     def prompt(self, num_tokens: int) -> list[int]:

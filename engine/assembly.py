@@ -21,7 +21,7 @@ from common.wings import call_wing, require_wing
 from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
 from engine.kv.manager import KVManager
-from engine.kv.memory import DTYPE_NAMES, PoolMemory, context_in_pool, make_kv_manager, pool_geometry
+from engine.kv.memory import PoolMemory, context_in_pool, make_kv_manager, pool_geometry
 from engine.ranks import RankContext, Ranks
 from engine.request import Request
 from engine.scheduling.order import ServiceOrder
@@ -30,10 +30,8 @@ from engine.wings import Adapters, OnProgress, Prepare, no_progress
 from kvstore.layout import PoolGeometry
 
 if TYPE_CHECKING:
-    from common.text.tokenizer import Tokenizer
     from engine.expert_balancing.rebalancing import Balancing
     from engine.loader.load import LoadedModel
-    from engine.models.config import ModelConfig
     from engine.objectives.prompt_budget import PromptBudget
     from engine.speculation.drafts import Speculation
     from engine.speculation.on_gpu.open_draft_model import OnGpu
@@ -48,15 +46,10 @@ class EngineParts:
     engine: Engine
     runner: Any  # executes the engine's plans
     files: ModelFiles
-    model_config: ModelConfig
+    loaded: LoadedModel
     geometry: PoolGeometry
-    device: str
-    dtype: str  # that the model computes in; geometry.dtype is that of stored KV
-    quantization: str
-    tokenizer: Callable[[], Tokenizer]  # see `LoadedModel`
-    max_num_seqs: int
+    config: EngineConfig  # without automatic values
     cuda_graphs: bool
-    attention_backend: str
 
 
 def assemble(
@@ -155,20 +148,8 @@ def _assemble(
         counting=[each for each in (kv, balancing, speculation, prompt_budget, adapters) if each is not None],
         adapters=adapters,
     )
-    parts = EngineParts(
-        engine,
-        runner,
-        files,
-        loaded.config,
-        geometry,
-        str(device),
-        DTYPE_NAMES[loaded.dtype],
-        loaded.quant_mode,
-        loaded.tokenizer,
-        config.max_num_seqs,
-        cuda_graphs=device.type == "cuda" and gpu.use_cuda_graph,
-        attention_backend=runner.attention_backend,
-    )
+    cuda_graphs = device.type == "cuda" and gpu.use_cuda_graph
+    parts = EngineParts(engine, runner, files, loaded, geometry, config, cuda_graphs)
     _log_ready(parts, time.monotonic() - began)
     return parts
 
@@ -196,8 +177,8 @@ def _log_ready(parts: EngineParts, seconds: float) -> None:
     logger.info(
         "%s on %s: %s, %d KV blocks of %d tokens at %d bytes (%.2f GB), KV %s, ready in %.1f s",
         parts.files.name,
-        parts.device,
-        parts.quantization,
+        parts.loaded.device,
+        parts.loaded.quant_mode,
         geometry.num_blocks,
         geometry.block_size,
         geometry.block_bytes // geometry.block_size,

@@ -99,7 +99,7 @@ def collect(
     """What the model makes of each prompt, `num_tokens` at most, with its hidden states."""
     base = {"device": "cpu", "prefix_cache": False, "num_gpu_blocks": 4096, "max_num_seqs": 64}
     parts = assemble(EngineConfig(model, **{**base, **settings}), is_offline=True)  # type: ignore[arg-type]
-    collector, engine = Collector(layers, parts.model_config.num_layers), parts.engine
+    collector, engine = Collector(layers, parts.loaded.config.num_layers), parts.engine
     parts.runner.propose_with(collector)
     params = SamplingParams(max_tokens=num_tokens, temperature=temperature, ignore_eos=ignore_eos)
     requests = [

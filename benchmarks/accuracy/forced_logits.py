@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     forced = follow(parts.engine, parts.runner, reference.answers)
-    figures = {"model": parts.files.name, "quant_mode": parts.quantization, **compare(reference.logits, forced)}
+    figures = {"model": parts.files.name, "quant_mode": parts.loaded.quant_mode, **compare(reference.logits, forced)}
     for kind in ("mean", "max"):
         figures[f"bfloat16_error_{kind}"] = compare(reference.logits, reference.bfloat16)[f"relative_error_{kind}"]
     figures["chunked_reference_error_max"] = compare(reference.logits, reference.chunked)["relative_error_max"]

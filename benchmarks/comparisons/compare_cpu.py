@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def open_contestants(path: str, num_output: int, clock: harness.Clock) -> dict[str, Callable[[list[int]], float]]:
     """Return functions by name, from a prompt to decoded tokens per second, without the prompt's time."""
     parts = assemble(EngineConfig(path, device="cpu", prefix_cache=False, max_model_len=2048))
-    contestants = {} if path else {TRANSFORMERS: transformers_speed(parts.model_config, num_output, clock)}
+    contestants = {} if path else {TRANSFORMERS: transformers_speed(parts.loaded.config, num_output, clock)}
     contestants |= {
         "mini-infer, 1 stream": engine_speed(parts.engine, num_output, 1, clock),
         "mini-infer, 8 streams": engine_speed(parts.engine, num_output, 8, clock),

@@ -87,7 +87,7 @@ def measure_ours(model: str, batches: list[int], num_input: int, num_output: int
             engine.add_request(prompt, greedy(count))
         drain(engine)
 
-    vocab_size = parts.model_config.vocab_size
+    vocab_size = parts.loaded.config.vocab_size
     return {batch: decode_speed(generate, vocab_size, batch, num_input, num_output) for batch in batches}
 
 

@@ -69,7 +69,7 @@ def test_ranks_of_placed_and_quantized_experts(mode: str, tmp_path: Path, monkey
     expected = run(open_engine(path, **settings))
     place_experts(monkeypatch, tmp_path / "loads.json", [[90, 1, 40, 5]] * 3)
     parts = open_ranks(path, 2, monkeypatch, **settings)
-    assert parts.quantization == mode
+    assert parts.loaded.quant_mode == mode
     pairs = zip(chain(*run(parts).logprobs), chain(*expected.logprobs), strict=True)
     assert 0 < fmean(abs(ours.logprob - theirs.logprob) for ours, theirs in pairs) < 0.05
 

@@ -66,7 +66,7 @@ def _start(link: FrameSocket, start: Start, beat: Callable[[], None]) -> EngineP
         cores = call_wing("worker.cores.shared_cores:join_cores", worker.run_dir)
     start_reports = call_wing("worker.start_progress.reports:StartReports")
     parts = assemble(config, memory, start.gpu, on_progress=start_reports or no_progress)
-    if cores is not None and parts.device != "cpu":
+    if cores is not None and parts.loaded.device.type != "cpu":
         cores.close()
         cores = None
     parts.runner.tell_of_work(beat)
@@ -105,7 +105,7 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: Seque
         epoch=memory.epoch,
         model=parts.files.name,
         model_fingerprint=geometry.fingerprint,
-        vocab_size=parts.model_config.vocab_size,
+        vocab_size=parts.loaded.config.vocab_size,
         max_model_len=parts.engine.max_model_len,
         block_size=geometry.block_size,
         hash_version=HASH_VERSION,
@@ -113,13 +113,13 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: Seque
         num_blocks=geometry.num_blocks,
         block_bytes=geometry.block_bytes,
         transports=transports,
-        quantization=parts.quantization,
-        device=parts.device,
+        quantization=parts.loaded.quant_mode,
+        device=str(parts.loaded.device),
         cuda_graphs=parts.cuda_graphs,
-        attention_backend=parts.attention_backend,
-        max_num_seqs=parts.max_num_seqs,
+        attention_backend=parts.runner.attention_backend,
+        max_num_seqs=parts.config.max_num_seqs,
         kv_layout=str(geometry.layout),
-        tokenizer_hash=parts.tokenizer().tokenizer_hash(),
+        tokenizer_hash=parts.loaded.tokenizer().tokenizer_hash(),
     )
 
 

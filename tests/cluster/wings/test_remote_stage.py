@@ -98,7 +98,7 @@ def test_models_of_all_kinds(name: str, tmp_path: Path, stage: Stage) -> None:
     plain = open_engine(path, **settings)
     staged = open_engine(path, pp=2, stage_address=stage.address, **settings)
     assert stage.follower()
-    assert staged.quantization == plain.quantization
+    assert staged.loaded.quant_mode == plain.loaded.quant_mode
     assert tokens_of(staged) == tokens_of(plain)
 
 

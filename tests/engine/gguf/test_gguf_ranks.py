@@ -50,7 +50,7 @@ def test_ranks_and_stages_equal_one_rank(name: str, tmp_path: Path, monkeypatch:
     expected = answers_of(open_ranks(path, 1, monkeypatch))
     for num_ranks in (2, 4):
         parts = open_ranks(path, num_ranks, monkeypatch)
-        assert parts.quantization == "int4-weight"
+        assert parts.loaded.quant_mode == "int4-weight"
         assert answers_of(parts) == expected
     if MODELS[name].get("num_hidden_layers") == 2:
         assert answers_of(open_stages(path, 2, monkeypatch, 2)) == expected

@@ -42,7 +42,7 @@ def test_with_drafts_swapped_blocks_and_a_prompt_budget(
     save, settings, num_blocks = MODELS[name]
     path, lora = save(tmp_path / "m"), {**settings, "enable_lora": True}
     plain = open_engine(path, **settings)
-    adapter = write_for(tmp_path / "adapter", plain.model_config)
+    adapter = write_for(tmp_path / "adapter", plain.loaded.config)
     expected = run(with_adapter(open_engine(path, **lora), adapter))
     assert expected.tokens[1:4] != run(plain).tokens[1:4]
     expected.draft(monkeypatch)
@@ -60,7 +60,7 @@ def test_rows_of_adapters_and_of_the_model_itself_with_an_eagle_head(tmp_path: P
     plain = open_engine(path, **settings)
     head = RandomHead({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}).save(tmp_path / "head")
     made = open_engine(path, **settings, speculative=f"eagle:{head}", num_speculative_tokens=3, adaptive_drafts=False)
-    name = write_for(tmp_path / "adapter", plain.model_config)
+    name = write_for(tmp_path / "adapter", plain.loaded.config)
     found = []
     for parts in (plain, made):
         requests = [parts.engine.add_request(p, PLAIN, adapter=each) for each in ("", name) for p in PROMPTS]

@@ -90,7 +90,7 @@ def test_ranks_and_stages_equal_transformers(
     for setting, value in settings.items():
         monkeypatch.setitem(OF_RANKS, setting, value)
     parts = open_stages(tmp_path / "m", pp, monkeypatch, tp)
-    assert parts.quantization == FORMS[name].label
+    assert parts.loaded.quant_mode == FORMS[name].label
     assert answers(parts.engine, PROMPTS, GREEDY) == reference_answers(reference, PROMPTS, NUM_TOKENS)
 
 

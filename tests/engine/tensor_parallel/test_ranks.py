@@ -106,7 +106,7 @@ def test_ranks_quantize_their_shards(quant_mode: str, tmp_path: Path, monkeypatc
     found = []
     for num_ranks in (1, 2):
         parts = open_ranks(path, num_ranks, monkeypatch, quant_mode=quant_mode, dtype="bfloat16")
-        assert parts.quantization == quant_mode
+        assert parts.loaded.quant_mode == quant_mode
         found.append(prompt_logprobs(parts.engine, PROMPTS))
     assert 0 < float((found[0] - found[1]).abs().max()) < 0.2
 

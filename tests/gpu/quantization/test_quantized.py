@@ -77,7 +77,7 @@ def test_tokens_equal_those_of_the_reference(
     monkeypatch.setattr(conversion, "linears_of", lambda _dtype, device: GpuLinears(device))
     gpu = GpuConfig(overlap=False, use_cuda_graph=uses_graphs)
     parts = assemble(config_of(model, "cuda" if ON_GPU else "cpu"), gpu=gpu)
-    assert parts.quantization == mode
+    assert parts.loaded.quant_mode == mode
     assert generate(parts.engine, PROMPTS) == expected
     assert generate(parts.engine, PROMPTS[1:2]) == expected[1:2]
 
