@@ -114,7 +114,7 @@ class PackedConversion(Conversion):
                 self._convert(ref, max_integer_rows())
 
     def finish(self, model: Model) -> None:
-        ref = LinearRef(model, "head", "head")
+        ref = LinearRef(model, "head")
         if self._is_kept(ref.layer):
             self._convert(ref, max_rows=0)
             model.hidden_dtype = torch.float32
@@ -122,7 +122,7 @@ class PackedConversion(Conversion):
             self._convert(ref, max_integer_rows())
 
     def _convert_stacked(self, block: Moe) -> None:
-        """Make the layers of experts that are cut out of stacked weights."""
+        """Make the layers of experts that are cut out of stacked weights, in blocks or plain."""
         read = set()
         for slot, expert in block.experts.items():
             for attribute in ("gate_up", "down"):
@@ -131,9 +131,14 @@ class PackedConversion(Conversion):
                     continue
                 (name,) = layer.names
                 _, columns, rows = self._parts.get(name) or map(range, self._weights.shapes[name])
-                blocks = self._weights.expert_blocks(name, block.rule.expert_of(slot), columns, rows)
-                weight = BlockWeight(blocks, layer.weight.shape[1])
-                setattr(expert, attribute, block_linear(weight, layer.bias, max_integer_rows()))
+                number, num_columns = block.rule.expert_of(slot), layer.weight.shape[1]
+                if self._weights.has_expert_blocks(name, num_columns):
+                    blocks = self._weights.expert_blocks(name, number, columns, rows)
+                    made = block_linear(BlockWeight(blocks, num_columns), layer.bias, max_integer_rows())
+                else:  # down, whose columns ranks cut within blocks; `convert` makes it int8
+                    weight = self._weights.take_part(name, (range(number, number + 1), columns, rows))[0].T
+                    made = Linear(weight.contiguous(), layer.bias)
+                setattr(expert, attribute, made)
                 read.add(name)
         for name in sorted(read):
             self._on_read(name)

@@ -101,8 +101,8 @@ class Attention(AttentionBlock):
         return attended.flatten(1)
 
     def linears(self) -> Iterator[LinearRef]:
-        yield LinearRef(self, "qkv", "qkv")
-        yield LinearRef(self, "output", "output")
+        yield LinearRef(self, "qkv")
+        yield LinearRef(self, "output")
 
 
 class AttentionBackend(Protocol):

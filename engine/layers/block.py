@@ -41,7 +41,6 @@ class LinearRef:
 
     owner: Any
     attribute: str
-    name: str  # within the block
 
     @property
     def layer(self) -> Linear:

@@ -30,8 +30,8 @@ class Mlp(Block):
         return self.down(silu_mul(self.gate_up(x)))
 
     def linears(self) -> Iterator[LinearRef]:
-        yield LinearRef(self, "gate_up", "gate_up")
-        yield LinearRef(self, "down", "down")
+        yield LinearRef(self, "gate_up")
+        yield LinearRef(self, "down")
 
 
 def take_gated(

@@ -129,10 +129,10 @@ class LatentAttention(AttentionBlock):
         return attended[..., : self.v_dim].flatten(1)
 
     def linears(self) -> Iterator[LinearRef]:
-        yield LinearRef(self, "qkv_a", "qkv_a")
+        yield LinearRef(self, "qkv_a")
         if self.q_b is not None:
-            yield LinearRef(self, "q_b", "q_b")
-        yield LinearRef(self, "output", "output")
+            yield LinearRef(self, "q_b")
+        yield LinearRef(self, "output")
 
 
 class AbsorbedLatentAttention(LatentAttention):

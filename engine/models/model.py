@@ -78,7 +78,7 @@ class Model:
         """All linear layers, the output projection last."""
         for block in self.blocks:
             yield from block.linears()
-        yield LinearRef(self, "head", "head")
+        yield LinearRef(self, "head")
 
 
 def assemble_model(config: ModelConfig, parts: Iterable[Part], on_block: OnBlock | None = None) -> Model:

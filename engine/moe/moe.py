@@ -176,12 +176,12 @@ class Moe(Block):
         return logits.float() if logits.dtype == torch.float64 else logits
 
     def linears(self) -> Iterator[LinearRef]:
-        for index, expert in self.experts.items():
-            yield LinearRef(expert, "gate_up", f"experts.{index}.gate_up")
-            yield LinearRef(expert, "down", f"experts.{index}.down")
+        for expert in self.experts.values():
+            yield LinearRef(expert, "gate_up")
+            yield LinearRef(expert, "down")
         if self.shared is not None:
-            yield LinearRef(self.shared, "gate_up", "shared.gate_up")
-            yield LinearRef(self.shared, "down", "shared.down")
+            yield LinearRef(self.shared, "gate_up")
+            yield LinearRef(self.shared, "down")
 
     def copy(self) -> Self:
         block = super().copy()

@@ -117,7 +117,7 @@ class QuantizedConversion(Conversion):
         if give_float32_logits(model):
             self._kinds["float16"] += 1
         else:
-            self._convert(LinearRef(model, "head", "head"))
+            self._convert(LinearRef(model, "head"))
 
     def end(self) -> None:
         if isinstance(self._stored, PackedWeights):

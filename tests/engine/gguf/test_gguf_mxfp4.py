@@ -17,6 +17,7 @@ from engine.gguf.weights import GgufFile
 from engine.layers.linear import Linear
 from engine.loader.load import load_model
 from engine.models.families import family_of
+from engine.models.model import Model
 from engine.moe.moe import Moe
 from engine.quantization.cpu_linears import int8
 from engine.quantization.mxfp4 import Mxfp4Source, dequantize
@@ -27,6 +28,17 @@ from tests.engine.gguf.test_gguf import FAMILIES, GPT_OSS_GIVEN, check_against_t
 from tests.engine.gguf.test_packed import needs_library, within
 from tests.engine.quantization.published_experts import write_mxfp4
 from tests.engine.tiny_models import GPT_OSS, VOCAB_SIZE, TinyModel
+
+
+def experts_of(model: Model) -> dict[tuple[int, int, str], Linear]:
+    """Return the layers of experts by block, expert and name."""
+    blocks = [(number, block) for number, block in enumerate(model.blocks) if isinstance(block, Moe)]
+    return {
+        (number, index, name): getattr(expert, name)
+        for number, block in blocks
+        for index, expert in block.experts.items()
+        for name in ("gate_up", "down")
+    }
 
 
 def test_experts_in_mxfp4_equal_transformers(tmp_path: Path) -> None:
@@ -63,15 +75,14 @@ def test_experts_stay_as_the_file_holds_them_on_cpus(quantization: str, tmp_path
     exact, _ = open_model(ModelFiles("m", "gguf", path), dtype="float32", quant_mode="none")
     loaded, config = open_model(ModelFiles("m", "gguf", path), dtype="bfloat16")
     assert loaded.quant_mode == "gguf"
-    experts = {ref.name: ref.layer for ref in loaded.model.linears() if ".experts." in ref.name}
-    for ref in exact.model.linears():
-        layer = experts.get(ref.name)
-        if layer is None:
-            continue
+    experts = experts_of(loaded.model)
+    assert experts
+    for key, expected in experts_of(exact.model).items():
+        layer = experts[key]
         assert isinstance(layer.gemm, BlockGemm)
         for num_tokens in (3, 40):
             x = torch.randn(num_tokens, 128).bfloat16()
-            assert within(layer(x), ref.layer(x.float()), 0.01)
+            assert within(layer(x), expected(x.float()), 0.01)
     assert generate(loaded, config, random_prompt(24, VOCAB_SIZE, 3), 3, chunk=24)[1].isfinite().all()
 
 
@@ -103,21 +114,25 @@ def test_ranks_divide_experts_in_blocks(kind: str, tmp_path: Path) -> None:
     else:
         write_mxfp4(path, tiny)
 
-    def experts(rank: int, num_ranks: int) -> dict[str, Linear]:
+    def experts(rank: int, num_ranks: int) -> dict[tuple[int, int, str], Linear]:
         config = EngineConfig(str(path), device="cpu", dtype="bfloat16", tp=num_ranks)
         loaded = load_model(resolve_model(str(path)), config, torch.device("cpu"), Shard(rank, num_ranks))
-        return {ref.name: ref.layer for ref in loaded.model.linears() if ".experts." in ref.name}
+        return experts_of(loaded.model)
 
     def weight(layer: Linear) -> Tensor:
         assert isinstance(layer.gemm, BlockGemm)
         return layer.gemm.weight.dequantize()
 
     halves = [experts(rank, 2) for rank in range(2)]
-    for name, layer in experts(0, 1).items():
-        first, second = (weight(half[name]) for half in halves)
-        if name.endswith("gate_up"):
+    for key, layer in experts(0, 1).items():
+        first, second = (weight(half[key]) for half in halves)
+        if key[-1] == "gate_up":
             made = torch.cat([first.view(2, -1, 64), second.view(2, -1, 64)], dim=1).flatten(0, 1)
         else:
             made = torch.cat([first, second], dim=1)
         assert torch.equal(made, weight(layer))
-    assert all(layer.gemm is int8 for name, layer in experts(1, 4).items() if name.endswith("down"))
+    for key, layer in experts(1, 4).items():
+        if key[-1] == "down":
+            assert layer.gemm is int8
+            x, own = torch.randn(3, 16).bfloat16(), weight(experts(0, 1)[key])[:, 16:32]
+            assert within(layer(x), x.float() @ own.float().T, 0.02)

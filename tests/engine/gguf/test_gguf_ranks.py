@@ -75,7 +75,7 @@ def test_ranks_keep_blocks_that_they_do_not_cut(quant_mode: str, name: str, num_
                 assert ref.layer.gemm is int8
             elif quant_mode == "auto":
                 assert isinstance(ref.layer.gemm, BlockGemm)
-            elif ref.name != "head":
+            elif ref.attribute != "head":
                 assert ref.layer.gemm is int4
 
 

@@ -175,7 +175,7 @@ def test_weights_stay_in_the_mapped_file(tmp_path: Path) -> None:
     mapped = [line.split("-") for line in lines if line.endswith(str(files.path))]
     ranges = [range(int(start, 16), int(rest.split()[0], 16)) for start, rest, *_ in mapped]
     for ref in loaded.model.linears():
-        assert any(ref.layer.weight.data_ptr() in addresses for addresses in ranges), ref.name
+        assert any(ref.layer.weight.data_ptr() in addresses for addresses in ranges), ref.attribute
 
 
 @needs_library

@@ -41,7 +41,7 @@ def logits(path: Path, chunk: int, prompt: list[int] = PROMPT, **settings: str) 
 
 
 def first_qkv(loaded: LoadedModel) -> Linear:
-    return next(ref.layer for ref in loaded.model.linears() if ref.name == "qkv")
+    return next(ref.layer for ref in loaded.model.linears() if ref.attribute == "qkv")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -55,7 +55,7 @@ def num_bytes(layers: Sequence[Linear]) -> int:
 
 
 def layers_of(loaded: LoadedModel) -> list[Linear]:
-    return [ref.layer for ref in loaded.model.linears() if ref.name != "head"]
+    return [ref.layer for ref in loaded.model.linears() if ref.attribute != "head"]
 
 
 def mlp_of(loaded: LoadedModel) -> Mlp:
