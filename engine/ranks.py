@@ -21,45 +21,22 @@ from engine.config import EngineConfig, Stage
 from kvstore.layout import WHOLE, Shard
 
 if TYPE_CHECKING:
-    from engine.layers.block import AddNorm, Block, Step
-    from engine.layers.linear import LinearLayer
+    from engine.layers.block import Step
+    from engine.layers.forward import Forward
     from engine.loader.load import LoadedModel
     from engine.models.model import Model
     from engine.plan import ScheduledRow, StepPlan
     from kvstore.layout import PoolGeometry
 
-X = TypeVar("X")
 S = TypeVar("S")
-LookUp = Callable[[Tensor], Tensor]
-"""Token ids (n,) -> rows (n, hidden)."""
 
 
 class Seams:
-    """The communication between ranks in a lowered model. Its ops know nothing of it."""
+    """The communication between ranks in a model that is lowered for CPUs: here there is none."""
 
-    def embedding(self, model: Model) -> LookUp:
-        """Return the lookup in the whole model's embedding."""
-        return model.embed
-
-    def start(self, x: Tensor) -> Tensor:
-        """Return the rows (dimension 0) of the first residual that this rank keeps."""
-        return x
-
-    def fold(self, add_norm: AddNorm[X], before: Block | None) -> AddNorm[X]:
-        """Return `add_norm` for the pending output that block `before` leaves on this rank."""
-        return add_norm
-
-    def body(self, block: Block) -> Callable[[Tensor, Step], Tensor]:
-        """Return the function from this rank's normed rows to the block's output, which the next fold takes."""
-        return block.__call__
-
-    def end(self, x: Tensor, step: Step) -> Tensor:
-        """Return all rows (num_tokens, hidden) after the final norm."""
-        return x
-
-    def head(self, model: Model) -> LinearLayer:
-        """Return the layer that computes logits over the whole vocabulary."""
-        return model.head
+    def lowered(self, form: Forward[Step, Tensor], model: Model) -> Forward[Step, Tensor]:
+        """Return `form`, the forward pass of this rank's `model`, with the communication between its ops."""
+        return form
 
 
 class Inbox:
@@ -68,12 +45,8 @@ class Inbox:
     def receive(self, rows: Sequence[ScheduledRow]) -> None:
         """Receive the hidden states of the next step, which has these rows."""
 
-    def look_up(self, embedding: LookUp) -> LookUp:
-        """Return the lookup to use instead of the embedding's. Its rows may be changed in place."""
-        return embedding
-
     def model(self, model: Model) -> Model:
-        """Return the model whose embedding is the table that `token_ids` index."""
+        """Return the model on a GPU whose embedding is the table that `token_ids` index."""
         return model
 
     def token_ids(self, token_ids: Tensor) -> Tensor:

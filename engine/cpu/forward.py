@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.cpu.batch import StepBatch
 from engine.layers.block import Step
-from engine.layers.forward import Forward, plain, plain_sum
+from engine.layers.forward import Forward, plain
 from engine.models.model import Model
 from engine.plan import ScheduledRow
 from engine.ranks import SINGLE, RankContext, Seams
@@ -21,7 +21,7 @@ class CpuForwards:
     """One forward pass for all steps. `engine/cpu_forms` has one for each class of steps."""
 
     def __init__(self, model: Model, ranks: RankContext[Seams] = SINGLE) -> None:
-        self._form = for_ranks(plain(model, ranks), model, ranks)
+        self._form = ranks.seams.lowered(plain(model), model)
 
     def passes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[list[int]]:
         """Divide a step into forward passes: return the row indices of each."""
@@ -34,8 +34,3 @@ class CpuForwards:
     def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
         """Replace the forward pass by what `change` makes of it."""
         self._form = change(self._form)
-
-
-def for_ranks(form: CpuForward, model: Model, ranks: RankContext[Seams]) -> CpuForward:
-    """Return the forward pass, without the final norm if a later stage has it."""
-    return form.ended_by(ranks.seams.fold(plain_sum, model.blocks[-1])) if ranks.passes_on else form

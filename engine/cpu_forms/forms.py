@@ -16,7 +16,7 @@ import torch
 from common.wings import call_wing
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch
-from engine.cpu.forward import CpuForward, CpuForwards, for_ranks
+from engine.cpu.forward import CpuForward, CpuForwards
 from engine.cpu_forms.rows import is_generated
 from engine.cpu_forms.settings import FormSettings
 from engine.cpu_gemms.gemms import half, in_threes, onednn
@@ -53,7 +53,7 @@ class FormsByRows(CpuForwards):
         """batch_invariant: a token's bits do not depend on the rows that share its step."""
         self.batch_invariant = batch_invariant
         models = {rows: with_linears_for(model, rows, batch_invariant) for rows in Rows}
-        self._by_rows = {rows: for_ranks(lower_model(models[rows], rows, ranks), model, ranks) for rows in Rows}
+        self._by_rows = {rows: lower_model(models[rows], rows, ranks) for rows in Rows}
 
     def passes(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[list[int]]:
         """See CpuForwards.
@@ -105,7 +105,8 @@ def replayed_apart(request: Request, budget: int) -> int:
 
 def lower_model(model: Model, rows: Rows, ranks: RankContext[Seams] = SINGLE) -> CpuForward:
     """model: of `with_linears_for` such steps."""
-    return forward.plain(model, ranks, forward.plain_norm if rows is Rows.ANY else native_norm)
+    form = forward.plain(model, forward.plain_norm if rows is Rows.ANY else native_norm)
+    return ranks.seams.lowered(form, model)
 
 
 def native_norm(weight: torch.Tensor, eps: float, dtype: torch.dtype) -> AddNorm[torch.Tensor]:

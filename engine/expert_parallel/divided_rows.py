@@ -20,11 +20,11 @@ from torch import Tensor
 from engine.expert_parallel.exchange import ExpertExchange
 from engine.layers.block import Block, Step
 from engine.moe.moe import Moe
-from engine.ranks import X
-from engine.tensor_parallel.seams import Group, WholeRows
+from engine.tensor_parallel.seams import Group, WholeRows, X
 
 if TYPE_CHECKING:
     from engine.layers.block import AddNorm
+    from engine.layers.forward import Op
     from engine.models.model import Model
 
 
@@ -57,10 +57,10 @@ class DividedRows(WholeRows):
 
         return add_own_rows
 
-    def body(self, block: Block) -> Callable[[Tensor, Step], Tensor]:
+    def body(self, op: Op[Tensor, Step, Tensor], block: Block) -> Callable[[Tensor, Step], Tensor | None]:
         if isinstance(block, Moe):
             return lambda x, step: self._exchange.output(block, x, self._counts(step))
-        whole = super().body(block)
+        whole = super().body(op, block)
         return lambda x, step: whole(self.end(x, step), step)
 
     def end(self, x: Tensor, step: Step) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 from engine.layers.block import AddNorm, Step
 from engine.layers.linear import LinearLayer
 from engine.models.model import Model
-from engine.ranks import SINGLE, RankContext, Seams
 from kernels.elementwise import rms_norm
 
 X = TypeVar("X")  # a body's input: the normed residual, plain or as quantized values and scales
@@ -103,18 +102,9 @@ MakeNorm = Callable[[Tensor, float, torch.dtype], AddNorm[Tensor]]
 """(weight, eps, dtype of the result) -> the function that adds a block's output to the residual and norms it."""
 
 
-def plain(model: Model, ranks: RankContext[Seams] = SINGLE, norm: MakeNorm = plain_norm) -> Forward[Step, Tensor]:
+def plain(model: Model, norm: MakeNorm = plain_norm) -> Forward[Step, Tensor]:
     """Lower a model to the blocks that its family's file yields, on any device, with a residual in float32."""
-    seams = ranks.seams
-    embed = ranks.inbox.look_up(seams.embedding(model))
-
-    def start(step: Step) -> Stream[Tensor]:
-        return Stream(seams.start(embed(step.token_ids).float()))
-
-    blocks, dtype = model.blocks, model.embedding.dtype
-    ops = [
-        Op(seams.fold(norm(block.norm, block.eps, dtype), before), seams.body(block))
-        for before, block in zip([None, *blocks], blocks, strict=False)
-    ]
-    final = seams.fold(norm(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype), blocks[-1])
-    return Forward(start, ops, final, seams.head(model), seams.end)
+    dtype = model.embedding.dtype
+    ops = [Op(norm(block.norm, block.eps, dtype), block.__call__) for block in model.blocks]
+    final = norm(model.final_norm, model.config.rms_norm_eps, model.hidden_dtype)
+    return Forward(lambda step: Stream(model.embed(step.token_ids).float()), ops, final, model.head)

@@ -16,9 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.layers.block import Step
+from engine.layers.forward import Forward, Stream, plain_sum
 from engine.models.model import Model
 from engine.plan import ScheduledRow
-from engine.ranks import Inbox, LookUp
+from engine.ranks import Inbox, Seams
 
 
 class HiddenSource(Protocol):
@@ -41,8 +43,9 @@ class HiddenInbox(Inbox):
     def receive(self, rows: Sequence[ScheduledRow]) -> None:
         self._source.receive(self._table[: sum(row.num_tokens for row in rows)])
 
-    def look_up(self, embedding: LookUp) -> LookUp:
-        return lambda token_ids: self._table[: token_ids.shape[0]]
+    def start(self, step: Step) -> Stream[Tensor]:
+        """Return the stream of a step on a CPU, whose table is in float32 and is changed in place."""
+        return Stream(self._table[: step.token_ids.shape[0]])
 
     def model(self, model: Model) -> Model:
         """See Inbox. The first stage has scaled the embedding already."""
@@ -50,3 +53,18 @@ class HiddenInbox(Inbox):
 
     def token_ids(self, token_ids: Tensor) -> Tensor:
         return self._rows[: token_ids.shape[0]]
+
+
+class StageSeams(Seams):
+    """Seams of one of several stages on CPUs."""
+
+    def __init__(self, within: Seams, inbox: Inbox, passes_on: bool) -> None:
+        """within: between the ranks of the stage."""
+        self._within, self._inbox, self._passes_on = within, inbox, passes_on
+
+    def lowered(self, form: Forward[Step, Tensor], model: Model) -> Forward[Step, Tensor]:
+        """See Seams. The last stage has the final norm."""
+        form = self._within.lowered(form.ended_by(plain_sum) if self._passes_on else form, model)
+        if isinstance(self._inbox, HiddenInbox):
+            form = Forward(self._inbox.start, form.ops, form.final, form.logits, form.end)
+        return form

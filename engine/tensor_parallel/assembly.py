@@ -14,7 +14,7 @@ from engine.expert_balancing.moves import ExpertRearranger, linear_experts
 from engine.expert_balancing.settings import ExpertBalancingSettings
 from engine.expert_parallel.divided_rows import seams_of
 from engine.kv.memory import PoolMemory, num_blocks_for
-from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource
+from engine.pipeline_parallel.ends import HiddenInbox, HiddenSource, StageSeams
 from engine.pipeline_parallel.remote_stage import RemoteStage
 from engine.ranks import EMBEDDING, NO_LISTENER, HiddenSink, RankContext, Ranks, Seams
 from engine.tensor_parallel.followers import FollowerPool, Followers, place_of
@@ -40,6 +40,8 @@ def cpu_ranks(
     inbox, listener = EMBEDDING, NO_LISTENER
     if source is not None:  # in float32, like the residual
         inbox = HiddenInbox(source, torch.zeros(config.max_num_batched_tokens, loaded.config.hidden_size))
+    if source is not None or sink is not None:
+        seams = StageSeams(seams, inbox, passes_on=sink is not None)
     if config.of(ExpertBalancingSettings).expert_rebalance_interval and group is not None:
         listener = ExpertRearranger(linear_experts(loaded.model.blocks), group)
     return RankContext(seams, inbox, sink, listener)
