@@ -57,6 +57,10 @@ class KVManager:
         """Return the number of table entries for `num_tokens`."""
         return -(-num_tokens // self.block_size) * self.blocks_per_position
 
+    def most_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that a request has at a time until it has `num_tokens`."""
+        return self.num_blocks_for(num_tokens)
+
     def num_blocks_to_admit(self, request: Request) -> int:
         """Return how many of the available blocks all tokens of `request` take at most. Changes nothing.
 

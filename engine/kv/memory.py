@@ -82,10 +82,11 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
 
     Raises ConfigError if the user asked for a longer one; the model's own maximum is cut with a warning.
     """
-    longest, num_blocks = _room_of(geometry, engine_config, max_model_len)
+    kv = make_kv_manager(geometry, engine_config)
+    longest = kv.longest
     if longest is None or max_model_len <= longest:
         return max_model_len
-    needed = num_blocks * geometry.block_bytes
+    needed = kv.most_blocks(max_model_len) * geometry.block_bytes
     numbers = (
         f"a sequence of {max_model_len} tokens needs {needed / 1e9:.2f} GB of KV blocks, and there are "
         f"{geometry.pool_bytes / 1e9:.2f} GB"
@@ -97,16 +98,6 @@ def context_in_pool(max_model_len: int, geometry: PoolGeometry, engine_config: E
         )
     logger.warning("%s: sequences may have %d tokens", numbers, longest)
     return longest
-
-
-def _room_of(geometry: PoolGeometry, config: EngineConfig, max_model_len: int) -> tuple[int | None, int]:
-    """Return the longest sequence that fits (None: no limit), and the blocks of one of `max_model_len` tokens."""
-    if not geometry.layout.has_windows:
-        return geometry.num_blocks * geometry.block_size, -(-max_model_len // geometry.block_size)
-    from engine.kv_groups.of_layout import block_groups
-
-    groups = block_groups(geometry.layout, geometry.block_size, config.max_num_batched_tokens)
-    return groups.longest(geometry.num_blocks), groups.most_live(max_model_len)
 
 
 def make_kv_manager(geometry: PoolGeometry, config: EngineConfig) -> KVManager:

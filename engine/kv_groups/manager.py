@@ -24,13 +24,16 @@ class GroupedKVManager(KVManager):
     def longest(self) -> int | None:
         return self.groups.longest(self.pool.num_blocks)
 
+    def most_blocks(self, num_tokens: int) -> int:
+        return self.groups.most_live(num_tokens)
+
     def num_blocks_to_admit(self, request: Request) -> int:
         """See KVManager. Blocks of a window are charged: they go back, and the request gets its own."""
         windows, count = self.groups.windows, self.blocks_per_position
         table = self.prefixes.cached_table(request, request.num_reusable_tokens) if 0 in windows else []
         kept = [table[group::count] for group, window in enumerate(windows) if not window]
         num_shared = sum(1 for block_ids in kept for block_id in block_ids if self.pool.refcount(block_id))
-        return self.groups.most_live(request.num_tokens) - num_shared
+        return self.most_blocks(request.num_tokens) - num_shared
 
     def num_blocks_to_load(self, num_tokens: int) -> int:
         return self.groups.num_live(num_tokens, num_tokens)
