@@ -132,21 +132,18 @@ def check_kernels(config: ModelConfig, device: torch.device) -> None:
     """Raise UnsupportedModelError if the device has no kernels for the model."""
     if device.type != "cuda":
         return
-    latent = config.latent
-    if latent is None and config.head_dim & (config.head_dim - 1):
+    if config.latent is not None:
+        config.latent.check_kernels()
+    elif config.head_dim & (config.head_dim - 1):
         raise UnsupportedModelError(
             f"heads of {config.head_dim} numbers, which is no power of two, have no GPU kernels: use --device cpu"
         )
-    if latent is not None and latent.form != "absorbed":
-        raise UnsupportedModelError(f"--mla {latent.form} has no GPU kernels: use absorbed, or --device cpu")
 
 
 def _as_cached(config: ModelConfig) -> ModelConfig:
-    """Return the config without what KV does not depend on: two forms of latent attention cache the same values."""
-    config = replace(config, linear_bits=PLAIN_BITS)
-    if config.latent is None or config.latent.form == "naive":
-        return config
-    return replace(config, latent=replace(config.latent, form="latent"))
+    """Return the config without what KV does not depend on."""
+    latent = None if config.latent is None else config.latent.as_cached()
+    return replace(config, linear_bits=PLAIN_BITS, latent=latent)
 
 
 def _build(

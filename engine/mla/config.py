@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from common.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +23,12 @@ class LatentConfig:
     mscale: float = 1.0
     rope_interleave: bool = True
     form: str = "absorbed"
+
+    def as_cached(self) -> LatentConfig:
+        """Return the config that KV depends on: two forms cache the same values."""
+        return self if self.form == "naive" else replace(self, form="latent")
+
+    def check_kernels(self) -> None:
+        """Raise UnsupportedModelError for a form that GPUs have no kernels for."""
+        if self.form != "absorbed":
+            raise UnsupportedModelError(f"--mla {self.form} has no GPU kernels: use absorbed, or --device cpu")
