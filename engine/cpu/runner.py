@@ -155,6 +155,5 @@ class CpuRunner(ModelRunner):
             hidden = hidden[token_indices]
         requests, positions = [entry[2] for entry in sampled], [entry[3] for entry in sampled]
         tokens = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
-        logprobs = ((k, entry) for k, entry in enumerate(tokens.logprobs) if entry is not None)
-        settle(result, sampled, tokens.token_ids, logprobs)
+        settle(result, sampled, tokens.token_ids, tokens.logprobs)
         self._proposer.propose(result, sampled)

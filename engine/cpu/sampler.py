@@ -31,10 +31,12 @@ ROWS_AT_ONCE = 4  # full-vocabulary noise: 4 rows x 49152 x 4 bytes stay in a co
 
 @dataclass(slots=True)
 class SampledTokens:
-    """One entry per row. A negative token is the reason why there is none, see `no_token_error`."""
+    """token_ids: one per row; a negative one is the reason why there is none, see `no_token_error`.
+    logprobs: (row, its log-probabilities) of rows that ask for them.
+    """
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
+    logprobs: list[tuple[int, TokenLogprobs]]
 
 
 class Sampler:
@@ -98,18 +100,15 @@ def _checked(
     token_ids: list[int], best: list[float], original: Tensor, requests: Sequence[RequestState]
 ) -> SampledTokens:
     """Replace the token of rows without a finite best logit by the reason; add log-probabilities asked for."""
-    params = [request.params for request in requests]
-    result = SampledTokens(token_ids, [None] * len(params))
     for index, value in enumerate(best):
         if not -1e30 < value < 1e30:  # also false for NaN
-            result.token_ids[index] = NOTHING_ALLOWED if value == float("-inf") else NOT_FINITE
-    asking = [i for i, param in enumerate(params) if param.logprobs is not None and token_ids[i] >= 0]
-    if asking:
-        counts = [params[index].logprobs or 0 for index in asking]
-        entries = token_logprobs(original[asking], [token_ids[index] for index in asking], counts)
-        for index, entry in zip(asking, entries, strict=True):
-            result.logprobs[index] = entry
-    return result
+            token_ids[index] = NOTHING_ALLOWED if value == float("-inf") else NOT_FINITE
+    asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None and token_ids[i] >= 0]
+    if not asking:
+        return SampledTokens(token_ids, [])
+    counts = [requests[index].params.logprobs or 0 for index in asking]
+    entries = token_logprobs(original[asking], [token_ids[index] for index in asking], counts)
+    return SampledTokens(token_ids, list(zip(asking, entries, strict=True)))
 
 
 def sample_with_noise(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

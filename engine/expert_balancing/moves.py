@@ -97,15 +97,20 @@ class LinearExperts:
             self._layers[slot] = layers
 
     def tensors(self, slot: int) -> list[Tensor]:
-        return [tensor for layer in self._layers[slot] for tensor in layer.tensors()]
+        return [tensor for layer in self._layers[slot] for tensor in _tensors_of(layer)]
 
     def take_over(self, slot: int, tensors: Sequence[Tensor]) -> None:
         rest = iter(tensors)
         for layer in self._layers[slot]:
-            for own in layer.tensors():
+            for own in _tensors_of(layer):
                 own.copy_(next(rest))
             if layer.dense is not None:  # of int8 layers
                 layer.dense.weight = dense_linear(int8_weight(layer), None).weight
+
+
+def _tensors_of(layer: Linear) -> list[Tensor]:
+    """Return the tensors that define a layer: copying another layer's into them makes it that layer."""
+    return [each for each in (layer.weight, layer.scales, layer.bias) if each is not None]
 
 
 def linear_experts(blocks: Iterable[Block]) -> list[PlacedLayer]:

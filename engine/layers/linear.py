@@ -70,10 +70,6 @@ class Linear:
             setattr(linear, name, value)
         return linear
 
-    def tensors(self) -> list[Tensor]:
-        """All tensors that define the layer: copying another layer's contents into them makes it that layer."""
-        return [each for each in (self.weight, self.scales, self.bias) if each is not None]
-
 
 def two_rows_at_least(linear: LinearLayer, x: Tensor) -> Tensor:
     """Compute a single row twice, because libraries sum a single row in a different order than several rows."""

@@ -33,7 +33,6 @@ from engine.ranks import RankContext
 from engine.tensor_parallel.gpu_seams import shard_seams
 from engine.tensor_parallel.rank_config import divided
 from kernels.gpu.attention.decode_plan import plan_decode
-from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.attention.paged_prefill import paged_prefill
@@ -66,7 +65,7 @@ from kernels.gpu.moe.packed_experts import packed_experts, tile_of
 from kernels.gpu.prefill_backends.gather_kv import gather_kv
 from kernels.gpu.prompt_graphs.merge_splits import PrefillSplits, split_workspace
 from kernels.gpu.prompt_graphs.split_tiles import WIDTH
-from kernels.gpu.speculation.paged_verify import paged_verify
+from kernels.gpu.speculation.paged_verify import most_queries, paged_verify
 from kernels.gpu.tuning import found
 from kernels.kv_copies.kv_copy import WordCopy
 from kernels.quantization.mxfp4 import filled

@@ -20,11 +20,10 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.kernels.timing import graph_seconds, num_input_sets, report
 from kernels.gpu.attention.decode_plan import DecodePlan, make_plan, num_programs, plan_decode
-from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
 from kernels.gpu.elementwise.rope import rope_and_write_kv
-from kernels.gpu.speculation.paged_verify import paged_verify
+from kernels.gpu.speculation.paged_verify import most_queries, paged_verify
 from kernels.gpu.tuning import DecodeConfig
 
 MODELS = {"qwen3-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}

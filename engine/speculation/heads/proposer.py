@@ -241,9 +241,6 @@ class FromHead(FromModel):
             whole[:, own_ids] = logits
             logits = whole
         found = self._sampler.sample(logits, states, [len(state.token_ids) for state in states])
-        return [
-            (token_id, float("-inf") if entry is None else entry.logprob, distribution)
-            for token_id, entry, distribution in zip(
-                found.token_ids, found.logprobs, self._sampler.distributions, strict=True
-            )
-        ]
+        known = {index: entry.logprob for index, entry in found.logprobs}
+        pairs = zip(found.token_ids, self._sampler.distributions, strict=True)
+        return [(token_id, known.get(k, float("-inf")), kept) for k, (token_id, kept) in enumerate(pairs)]

@@ -11,8 +11,7 @@ from engine.gpu.attention.grouped import GroupedQueries
 from engine.layers.attention import Attention
 from engine.models.model import Model
 from kernels.gpu.attention.decode_plan import DecodePlan, plan_decode
-from kernels.gpu.attention.decode_tiles import most_queries
-from kernels.gpu.speculation.paged_verify import paged_verify
+from kernels.gpu.speculation.paged_verify import most_queries, paged_verify
 
 
 def attention() -> type[GroupedQueries]:

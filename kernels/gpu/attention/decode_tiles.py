@@ -25,12 +25,6 @@ def padded_group(group: int) -> int:
     return max(16, 1 << (group - 1).bit_length())
 
 
-def most_queries(group: int) -> int:
-    """Return how many queries of a row share a program: what fits a tile of 16 heads, or of 32 where that is few."""
-    fit = 16 // group
-    return fit if fit >= 4 else max(1, min(4, 32 // group))
-
-
 def compute_dtype(q: Tensor, pool: Tensor) -> tl.dtype:
     """Return the type of dots: that of q, but float16 for 8-bit K and V, which convert to it in one instruction."""
     if q.dtype == torch.float32:

@@ -26,6 +26,12 @@ from kernels.gpu.attention.paged_decode import launch_constants, planned
 from kernels.gpu.launch import FastLaunch, wait_for_predecessor
 
 
+def most_queries(group: int) -> int:
+    """Return how many queries of a row share a program: what fits a tile of 16 heads, or of 32 where that is few."""
+    fit = 16 // group
+    return fit if fit >= 4 else max(1, min(4, 32 // group))
+
+
 @FastLaunch
 @triton.jit(do_not_specialize=["layer"])
 def _paged_verify_kernel(

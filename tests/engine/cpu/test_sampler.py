@@ -162,17 +162,15 @@ def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     logits = logits_row(4)
     worst = int(logits.argmin())
     row = row_of(temperature=0.0, logprobs=3)
-    entry = sample(
+    [(_, entry)] = sample(
         [row], logits, hooks={row.request_id: lambda _request, changed: changed[worst].add_(100.0)}
-    ).logprobs[0]
+    ).logprobs
     expected = logits.log_softmax(-1)
-    assert entry is not None
     assert (entry.token_id, entry.rank) == (worst, VOCAB_SIZE)
     assert entry.logprob == pytest.approx(float(expected[worst]), abs=1e-5)
     assert list(entry.top_token_ids) == expected.topk(3).indices.tolist()
     assert list(entry.top_logprobs) == pytest.approx(expected.topk(3).values.tolist(), abs=1e-5)
-    none = sample([row_of(temperature=0.0, logprobs=0)], logits).logprobs[0]
-    assert none is not None
+    [(_, none)] = sample([row_of(temperature=0.0, logprobs=0)], logits).logprobs
     assert (none.rank, none.top_token_ids) == (1, ())
 
 

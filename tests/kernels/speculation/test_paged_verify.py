@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from kernels.gpu.attention.decode_plan import make_plan, num_programs, plan_decode
-from kernels.gpu.attention.decode_tiles import most_queries
 from kernels.gpu.attention.kv_splits import DecodeWorkspace
 from kernels.gpu.attention.paged_decode import paged_decode
-from kernels.gpu.speculation.paged_verify import paged_verify
+from kernels.gpu.speculation.paged_verify import most_queries, paged_verify
 from kernels.gpu.tuning import DecodeConfig
 from kernels.paged_attention import attend_causally
 from tests.kernels.helpers import (
