@@ -26,7 +26,7 @@ class KvLoad:
     block_keys: Sequence[BlockKey] = ()  # of the blocks, for the prefix cache
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledStep:
     """A step that the scheduler fills in the order of its decisions; `seal` turns it into the plan."""
 
@@ -36,6 +36,7 @@ class ScheduledStep:
     offload_slots: list[HostSlot] = field(default_factory=list)  # the slots of copies_out that become host cache
     plan: StepPlan = field(default_factory=StepPlan)
     ended: list[Request] = field(default_factory=list)  # while the step runs; it frees their blocks at its end
+    freed: list[Sequence[BlockId]] = field(default_factory=list)  # blocks that steps up to this one may still use
 
     @property
     def num_tokens(self) -> int:

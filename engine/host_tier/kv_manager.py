@@ -108,7 +108,7 @@ class TieredKVManager(GroupedKVManager):
         super().launched(step)
         if step.copies_out or step.copies_in:
             copied = [block_id for block_id, _ in step.copies_out] + [block_id for _, block_id in step.copies_in]
-            self._used.append((self._num_ended + self._in_flight, copied))
+            step.freed.append(copied)
 
     def is_used(self, block_ids: Collection[BlockId], step: ScheduledStep) -> bool:
         """See KVManager."""

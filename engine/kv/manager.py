@@ -38,9 +38,7 @@ class KVManager:
         self.block_size = block_size
         self.stats = CacheStats()
         self.prefixes = Prefixes(pool, block_size, fingerprint)
-        self._in_flight = 0  # steps
-        self._num_ended = 0
-        self._used: deque[tuple[int, Collection[BlockId]]] = deque()  # until so many steps have ended, see `is_used`
+        self.in_flight: deque[ScheduledStep] = deque()  # launched steps, the oldest first
 
     def figures(self) -> Figures:
         """See `engine.wings.Counting`."""
@@ -149,14 +147,7 @@ class KVManager:
 
     def launched(self, step: ScheduledStep) -> None:
         """Record that the step is in flight."""
-        self._in_flight += 1
-
-    def ended(self) -> None:
-        """Record that the oldest step in flight has ended."""
-        self._in_flight -= 1
-        self._num_ended += 1
-        while self._used and self._used[0][0] <= self._num_ended:
-            self._used.popleft()
+        self.in_flight.append(step)
 
     def is_used(self, block_ids: Collection[BlockId], step: ScheduledStep) -> bool:
         """Whether `step`, or one in flight, may still read or write some of these blocks after they were freed.
@@ -164,13 +155,13 @@ class KVManager:
         Steps run one after the other on the device; other writers to the pool must wait for them.
         """
         wanted = set(block_ids)
-        return not all(wanted.isdisjoint(blocks) for _, blocks in self._used)
+        return not all(wanted.isdisjoint(blocks) for each in self.in_flight for blocks in each.freed)
 
     def give_back(self, block_ids: Sequence[BlockId]) -> None:
         """Free blocks that steps in flight may still use."""
         self.pool.release(block_ids)
-        if self._in_flight and block_ids:
-            self._used.append((self._num_ended + self._in_flight, block_ids))
+        if self.in_flight:
+            self.in_flight[-1].freed.append(block_ids)
 
     # -- blocks for peers ------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ ranks requests, `admission` starts and preempts them, and `stopping` decides whe
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -68,7 +67,6 @@ class Scheduler:
         )
         self._admission = displacing or Admission(*admission_args)
         self._num_arrived = 0
-        self._in_flight: deque[ScheduledStep] = deque()
 
     # -- requests come and go --------------------------------------------------------------------------------
 
@@ -144,12 +142,11 @@ class Scheduler:
         for request, row in step.rows.items():
             request.num_computed_tokens = row.start + row.num_tokens
             request.num_pending_tokens += row.samples + len(row.draft_token_ids)
-        self._in_flight.append(step)
         self.kv.launched(step)
 
     def update(self, step: ScheduledStep, result: StepResult, outcome: StepOutcome) -> None:
         """Apply the result of a step, and add its outputs to `outcome`."""
-        self._end_oldest()
+        self._end(step)
         self.kv.finish_copies(step)
         outputs, errors = outcome.outputs, result.errors
         for index, (request, row) in enumerate(step.rows.items()):
@@ -182,17 +179,13 @@ class Scheduler:
 
     def drop_lost_steps(self, in_flight: Sequence[ScheduledStep]) -> None:
         """Count all steps as ended except `in_flight`, because the others will never be applied."""
-        kept_ids = {id(step) for step in in_flight}
-        for _ in range(len(self._in_flight)):
-            if id(self._in_flight[0]) in kept_ids:
-                self._in_flight.rotate(-1)
-            else:
-                self._end_oldest()
+        for step in [step for step in self.kv.in_flight if step not in in_flight]:
+            self._end(step)
 
-    def _end_oldest(self) -> None:
-        for request in self._in_flight.popleft().ended:
+    def _end(self, step: ScheduledStep) -> None:
+        self.kv.in_flight.remove(step)
+        for request in step.ended:
             self.kv.release(request)
-        self.kv.ended()
 
     # -- inside a step ---------------------------------------------------------------------------------------
 
@@ -244,7 +237,7 @@ class Scheduler:
         self._queues.remove(request)
         if keep_blocks:
             return
-        for step in reversed(self._in_flight):
+        for step in reversed(self.kv.in_flight):
             if request in step.rows:  # the step still writes to its blocks: a load must not get them earlier
                 step.ended.append(request)
                 return

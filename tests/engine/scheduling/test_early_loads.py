@@ -65,7 +65,7 @@ def test_a_step_may_read_what_a_window_leaves_behind() -> None:
     assert kv.grow(request, 32)
     assert passed not in request.block_ids[:4]
     assert kv.is_used([passed], ScheduledStep())
-    kv.ended()
+    kv.in_flight.popleft()
     assert not kv.is_used([passed], ScheduledStep())
 
 
@@ -76,9 +76,9 @@ def test_blocks_of_a_lease_are_used_until_the_steps_have_ended() -> None:
     kv.launched(ScheduledStep())
     kv.give_back([leased])
     assert [kv.is_used([block], ScheduledStep()) for block in (leased, other)] == [True, False]
-    kv.ended()
+    kv.in_flight.popleft()
     assert kv.is_used([leased], ScheduledStep())
-    kv.ended()
+    kv.in_flight.popleft()
     assert not kv.is_used([leased], ScheduledStep())
     kv.give_back([other])
     assert not kv.is_used([other], ScheduledStep())
@@ -92,7 +92,7 @@ def test_blocks_of_copies_are_used_until_their_step_has_ended() -> None:
     step = ScheduledStep(copies_out=[(evicted, HostSlot(1))])  # of the step that comes
     assert [kv.is_used([block], step) for block in (copied, evicted, other)] == [True, True, False]
     kv.launched(step)
-    kv.ended()
+    kv.in_flight.popleft()
     assert [kv.is_used([block], ScheduledStep()) for block in (copied, evicted)] == [False, True]
-    kv.ended()
+    kv.in_flight.popleft()
     assert not kv.is_used([evicted], ScheduledStep())
