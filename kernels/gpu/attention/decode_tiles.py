@@ -92,28 +92,18 @@ def prefetch_keys(
 
 
 @triton.jit
-def _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr):
-    """Load rows of e4m3 as two matrices (rows, HEAD_DIM / 2) of type COMPUTE: even and odd dimensions.
-
-    They are read as 16-bit words, the smallest that `ldmatrix` transposes; single bytes would take 16 times as many
-    instructions.
-    """
-    words_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    word_offsets = (offsets // 2)[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
-    words = tl.load(words_ptr + word_offsets, mask=mask, other=0)
-    even = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
-    odd = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
-    return even, odd
-
-
-@triton.jit
 def load_values(values_ptr, offsets, mask, HEAD_DIM: tl.constexpr, COMPUTE: tl.constexpr):
     """Load rows of values as COMPUTE, zeros where mask (rows, 1) is not set.
 
-    Returns even and odd dimensions of e4m3; of other types the same values twice.
+    Returns even and odd dimensions of e4m3; of other types the same values twice. e4m3 is read as 16-bit words, the
+    smallest that `ldmatrix` transposes; single bytes would take 16 times as many instructions.
     """
     if values_ptr.dtype.element_ty == tl.float8e4nv:
-        values, odd = _load_even_and_odd(values_ptr, offsets, mask, HEAD_DIM, COMPUTE)
+        words_ptr = values_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        word_offsets = (offsets // 2)[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
+        words = tl.load(words_ptr + word_offsets, mask=mask, other=0)
+        values = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
+        odd = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
     else:
         dims = tl.arange(0, HEAD_DIM)
         values = tl.load(values_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(COMPUTE)
@@ -134,15 +124,6 @@ def weigh_keys(q, keys, visible, total, highest, scale):
     shrink = tl.exp2(highest - new_highest)
     total = total * shrink + tl.sum(weights, axis=1)
     return weights, shrink, total, new_highest
-
-
-@triton.jit
-def add_values(weights, shrink, values, odd, mixed, mixed_odd, IS_8_BIT: tl.constexpr):
-    """Add a tile's values to the running sums. mixed_odd: only with 8 bits, else passed through."""
-    if IS_8_BIT:
-        mixed_odd = tl.dot(weights.to(odd.dtype), odd, mixed_odd * shrink[:, None], input_precision="ieee")
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
-    return mixed, mixed_odd
 
 
 @triton.jit
@@ -173,7 +154,10 @@ def _attend_tiles(
         # After the last key and before the window a block may hold NaN, and 0 * NaN is NaN: these rows are read as
         # zeros.
         values, odd = load_values(values_ptr, offsets, visible[:, None], HEAD_DIM, q.dtype)
-        mixed, mixed_odd = add_values(weights, shrink, values, odd, mixed, mixed_odd, IS_8_BIT)
+        weights = weights.to(q.dtype)
+        if IS_8_BIT:
+            mixed_odd = tl.dot(weights, odd, mixed_odd * shrink[:, None], input_precision="ieee")
+        mixed = tl.dot(weights, values, mixed * shrink[:, None], input_precision="ieee")
     return mixed, mixed_odd, total, highest
 
 
