@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -11,6 +11,8 @@ from engine.plan import NewRequest, ScheduledRow, StepPlan
 from engine.request import RequestId, TokenId
 from engine.wings import Constraints
 from kvstore.types import BlockId
+
+LogitsHook = Callable[["RequestState", Any], None]
 
 
 class RequestState(NewRequest, eq=False, gc=True):
@@ -21,12 +23,13 @@ class RequestState(NewRequest, eq=False, gc=True):
 
     block_ids: list[BlockId] = msgspec.field(default_factory=list)
     constraint: Any = None  # on the output, a filter of `engine.logit_rules`
+    hook: LogitsHook | None = None  # of tests: changes its rows of logits (vocab,) in place, those after drafts too
     refusal: str = ""  # why no token is allowed
     token_mask: Any = None  # of `engine.logit_rules`, made when it is first needed
     drafter: Any = None  # a proposer's, for this request
     pooled: Any = None  # result over the rows so far, see `engine.pooling`
     adapter_weights: Any = None  # on the runner's device
-    changes_logits: bool = False  # this and `wants_logprobs` follow from `params`
+    changes_logits: bool = False  # by `params` or its hook
     wants_logprobs: bool = False
 
     def __post_init__(self) -> None:
@@ -56,7 +59,8 @@ class RequestStates:
         """constraints: None: grammars of requests are ignored."""
         self._constraints = constraints
         self._states: dict[RequestId, RequestState] = {}
-        self._reading: set[RequestId] = set()  # requests with `SamplingParams.reads_tokens`; mostly none
+        self.hooks: dict[RequestId, LogitsHook] = {}  # of requests to come
+        self._reading: set[RequestId] = set()  # requests with hooks or `SamplingParams.reads_tokens`; mostly none
 
     def apply(self, plan: StepPlan) -> list[RequestState]:
         """Update the states by a plan. Returns the state of each row's request."""
@@ -69,7 +73,9 @@ class RequestStates:
             state.token_ids = list(new.token_ids)
             if new.params.grammar and self._constraints is not None:
                 state.constraint = self._constraints.start(new.params)
-            if new.params.reads_tokens:
+            if new.request_id in self.hooks:
+                state.hook, state.changes_logits = self.hooks[new.request_id], True
+            if new.params.reads_tokens or state.hook is not None:
                 self._reading.add(new.request_id)
         row_states = []
         for row in plan.rows:

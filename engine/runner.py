@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from engine.layers.forward import Forward
     from engine.models.model import Model
 
-LogitsHook = Callable[[RequestState, Tensor], None]  # changes one row of logits (vocab,) in place
 NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in the place of a token, as in kernels/gpu/sampling.py
 NO_TOKEN = {NOT_FINITE: "the model's output is not finite", NOTHING_ALLOWED: "no token is allowed at this position"}
 NO_DRAFT = -1
@@ -74,8 +73,8 @@ class ModelRunner(ABC):
             self._copies = open_copies(kv_pool, host_buffer, self.copies_beside_steps)
         self._proposer = Proposer()
         self._on_work: Callable[[], object] = lambda: None
-        self.hooks: dict[RequestId, LogitsHook] = {}  # by request, also applied to the logits after its drafts
         self._requests = RequestStates(loaded.constraints)
+        self.hooks = self._requests.hooks
         self._vector_modules = loaded.vector_modules
         self._ranks = ranks
 
@@ -112,8 +111,8 @@ class ModelRunner(ABC):
         self._on_work = on_work
 
     def needs_known_tokens(self, plan: StepPlan) -> bool:
-        """See Runner. True with hooks, and with filters that read a request's own tokens."""
-        return bool(self.hooks) or self._requests.needs_tokens(plan.rows)
+        """See Runner: those with hooks, or with filters that read a request's own tokens."""
+        return self._requests.needs_tokens(plan.rows)
 
     def _read_hidden(
         self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], hidden: Tensor,

@@ -154,6 +154,6 @@ class CpuRunner(ModelRunner):
         if len(token_indices) != hidden.shape[0]:
             hidden = hidden[token_indices]
         requests, positions = [entry[2] for entry in sampled], [entry[3] for entry in sampled]
-        tokens = self._sampler.sample(forward.logits(hidden), requests, positions, self.hooks)
+        tokens = self._sampler.sample(forward.logits(hidden), requests, positions)
         settle(result, sampled, tokens.token_ids, tokens.logprobs)
         self._proposer.propose(result, sampled)

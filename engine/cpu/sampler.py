@@ -7,16 +7,16 @@ are independent: a row that cannot be sampled from gets an error, the others the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from common.wings import has_wing
-from engine.request import RequestId, SamplingParams, TokenLogprobs
+from engine.request import SamplingParams, TokenLogprobs
 from engine.request_states import RequestState
-from engine.runner import NOT_FINITE, NOTHING_ALLOWED, LogitsHook
+from engine.runner import NOT_FINITE, NOTHING_ALLOWED
 from kernels.gumbel import exponential_noise, noise_key
 
 HAS_RULES = has_wing("engine.logit_rules")
@@ -42,22 +42,15 @@ class SampledTokens:
 class Sampler:
     """Samples tokens. This one has no state between calls."""
 
-    def sample(
-        self,
-        logits: Tensor,
-        requests: Sequence[RequestState],
-        positions: Sequence[int],
-        hooks: Mapping[RequestId, LogitsHook] | None = None,
-    ) -> SampledTokens:
+    def sample(self, logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int]) -> SampledTokens:
         """Sample a token of `requests[i]` at `positions[i]` from row i of logits (n, vocab), which stay unchanged."""
-        params = [request.params for request in requests]
-        if not hooks and all(map(_is_plain_greedy, params)):
+        if all(map(_is_plain_greedy, requests)):
             best, token_ids = logits.max(dim=-1)
             return _checked(token_ids.tolist(), best.tolist(), logits, requests)
         original = logits.float()
-        changed = _changed_logits(original, requests, positions, hooks or {})
+        changed = _changed_logits(original, requests, positions)
         best, token_ids = changed.max(dim=-1)
-        random = [index for index, param in enumerate(params) if param.temperature > 0]
+        random = [index for index, request in enumerate(requests) if request.params.temperature > 0]
         if random:
             token_ids[random] = self._sample_random(
                 changed[random], [requests[i] for i in random], [positions[i] for i in random], random
@@ -74,25 +67,20 @@ class Sampler:
         return sample_with_noise(logits, [request.params for request in requests], positions)
 
 
-def _is_plain_greedy(params: SamplingParams) -> bool:
-    return params.temperature == 0 and params.logprobs is None and not params.changes_logits
+def _is_plain_greedy(request: RequestState) -> bool:
+    return request.params.temperature == 0 and not (request.wants_logprobs or request.changes_logits)
 
 
-def _changed_logits(
-    logits: Tensor,
-    requests: Sequence[RequestState],
-    positions: Sequence[int],
-    hooks: Mapping[RequestId, LogitsHook],
-) -> Tensor:
+def _changed_logits(logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int]) -> Tensor:
     """Return a copy with every row's parameters and hook applied, or `logits` if no row has any."""
-    if not any(request.params.changes_logits or request.request_id in hooks for request in requests):
+    if not any(request.changes_logits for request in requests):
         return logits
     changed = logits.clone()
     if HAS_RULES:
         apply_rules(changed, requests, positions)
     for index, request in enumerate(requests):
-        if request.request_id in hooks:
-            hooks[request.request_id](request, changed[index])
+        if request.hook is not None:
+            request.hook(request, changed[index])
     return changed
 
 

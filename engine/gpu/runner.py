@@ -84,7 +84,7 @@ class GpuRunner(ModelRunner):
         self._num_buffers, self._turn = max(self.least_buffers, config.pp + 1), 0
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
         self._samples = StepSamples(
-            self._state, self._max_rows, of_vocab, self._num_buffers, self.hooks, ranks.seams.vocabulary
+            self._state, self._max_rows, of_vocab, self._num_buffers, ranks.seams.vocabulary
         )  # fmt: skip
         self.device_rows = DeviceRows(self._rows, self._state, self._samples.on_device, self._buckets)
         self._has_drafts = config.has_drafts

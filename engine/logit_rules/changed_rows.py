@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,24 +13,15 @@ from engine.gpu.steps.device_sampler import DeviceSampler
 from engine.gpu.steps.rows import DeviceState, RowChanges
 from engine.gpu.steps.step import GpuBatch
 from engine.logit_rules.logits_columns import MAX_CHANGED_ROWS, LogitsColumns
-from engine.request import RequestId
-from engine.runner import LogitsHook
 
 
 class ChangedRows:
     """The rules of a runner's rows, and the resampling of rows that have any."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        state: DeviceState,
-        sampler: DeviceSampler,
-        vocabulary: Vocabulary,
-        hooks: Mapping[RequestId, LogitsHook],
-    ) -> None:
+    def __init__(self, vocab_size: int, state: DeviceState, sampler: DeviceSampler, vocabulary: Vocabulary) -> None:
         """vocabulary: of this rank's logits."""
         self._device = state.last_tokens.device
-        self._state, self._sampler, self._vocabulary, self._hooks = state, sampler, vocabulary, hooks
+        self._state, self._sampler, self._vocabulary = state, sampler, vocabulary
         self._columns = LogitsColumns(sampler.max_rows, vocab_size, self._device)
 
     def apply(self, changes: RowChanges) -> None:
@@ -51,8 +42,8 @@ class ChangedRows:
         whole, sources_there = self._vocabulary.whole(logits, sources)
         own = self._columns.changed(whole, sources_there, rows, requests, positions)
         for k, request in enumerate(requests):
-            if request.request_id in self._hooks:
-                self._hooks[request.request_id](request, own[k])
+            if request.hook is not None:
+                request.hook(request, own[k])
         on_device, source, position = upload([rows, sources, positions], torch.int64, self._device)
         sampled = self._sampler.sample(own, on_device, position, is_whole=True)
         self._columns.count(on_device, sampled)

@@ -9,7 +9,7 @@ all functions of (seed, position).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,6 @@ from engine.cpu.sampler import (
 )
 from engine.request import RequestId, SamplingParams, TokenId
 from engine.request_states import RequestState
-from engine.runner import LogitsHook
 from kernels.gumbel import noise_key
 
 ACCEPTANCE, REPLACEMENT = 0x5BF0_3635_D1C2_95A7, 0x2545_F491_4F6C_DD1D  # seeds of noise apart from that of drafts
@@ -68,16 +67,10 @@ class DraftSampler(Sampler):
         """Keep distributions from now on. vocab_size: of the target model, whose tokens alone are sampled."""
         self._vocab_size = vocab_size
 
-    def sample(
-        self,
-        logits: Tensor,
-        requests: Sequence[RequestState],
-        positions: Sequence[int],
-        hooks: Mapping[RequestId, LogitsHook] | None = None,
-    ) -> SampledTokens:
+    def sample(self, logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int]) -> SampledTokens:
         """See Sampler."""
         self.distributions = [None] * len(requests)
-        return super().sample(logits[:, : self._vocab_size], requests, positions, hooks)
+        return super().sample(logits[:, : self._vocab_size], requests, positions)
 
     def _sample_random(
         self, logits: Tensor, requests: Sequence[RequestState], positions: Sequence[int], rows: Sequence[int]

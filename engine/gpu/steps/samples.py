@@ -6,7 +6,7 @@ A graph samples all rows from unchanged logits. Rows with penalties, bias or a g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from engine.gpu.pinning import upload
 from engine.gpu.steps.device_sampler import DeviceSampler
 from engine.gpu.steps.rows import DeviceState, RowChanges
 from engine.gpu.steps.step import GpuBatch, GpuStep, mark, sampled_rows
-from engine.request import RequestId
-from engine.runner import LogitsHook, Sampled
+from engine.runner import Sampled
 
 HAS_RULES = has_wing("engine.logit_rules")
 if HAS_RULES:
@@ -37,16 +36,14 @@ class StepSamples:
         max_rows: int,
         vocab_size: int,
         num_buffers: int,
-        hooks: Mapping[RequestId, LogitsHook],
         vocabulary: Vocabulary = WHOLE_VOCABULARY,
     ) -> None:
         """num_buffers: pinned buffers, more than steps in flight. vocabulary: this rank's part."""
-        self._hooks = hooks
         self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device, vocabulary)
         self._vocabulary = vocabulary
         self._state = state
         self._device = state.last_tokens.device
-        self._changed = ChangedRows(vocab_size, state, self.on_device, vocabulary, hooks) if HAS_RULES else None
+        self._changed = ChangedRows(vocab_size, state, self.on_device, vocabulary) if HAS_RULES else None
         pin = self._device.type == "cuda"
         self._tokens = [torch.zeros(max_rows, dtype=torch.int64, pin_memory=pin) for _ in range(num_buffers)]
 
@@ -72,12 +69,11 @@ class StepSamples:
         self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, sampled: list[Sampled], turn: int, step: GpuStep
     ) -> None:
         """Start the download of a step's tokens: `token_ids[k]` and `logits[k]` belong to the entry with index k."""
-        hooks = self._hooks
         step.sampled = sampled
         changed: list[tuple[int, int]] = []
         asking: list[int] = []
         for k, (source, i, request, _, _) in enumerate(sampled):
-            if request.changes_logits or request.request_id in hooks:
+            if request.changes_logits:
                 changed.append((source, i))
             if request.wants_logprobs:
                 asking.append(k)

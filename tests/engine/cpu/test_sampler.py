@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.cpu import sampler as sampler_module
 from engine.cpu.sampler import SampledTokens, Sampler
 from engine.request import RequestId, SamplingParams
-from engine.request_states import RequestState
+from engine.request_states import LogitsHook, RequestState
 from engine.runner import NOT_FINITE, NOTHING_ALLOWED, no_token_error
 from tests.engine.chi_square import fits
 
@@ -33,13 +33,18 @@ def logits_row(seed: int = 0, size: int = VOCAB_SIZE, spread: float = 2.0) -> Te
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def sample(rows: Sequence[RequestState], logits: Tensor, **kwargs: Any) -> SampledTokens:
+def hooked(row: RequestState, hook: LogitsHook) -> RequestState:
+    row.hook, row.changes_logits = hook, True
+    return row
+
+
+def sample(rows: Sequence[RequestState], logits: Tensor) -> SampledTokens:
     """Sample one token for each row; all rows have the same logits."""
-    return sample_each(rows, logits.expand(len(rows), -1).clone(), **kwargs)
+    return sample_each(rows, logits.expand(len(rows), -1).clone())
 
 
-def sample_each(rows: Sequence[RequestState], logits: Tensor, **kwargs: Any) -> SampledTokens:
-    return Sampler().sample(logits, rows, [len(row.token_ids) for row in rows], **kwargs)
+def sample_each(rows: Sequence[RequestState], logits: Tensor) -> SampledTokens:
+    return Sampler().sample(logits, rows, [len(row.token_ids) for row in rows])
 
 
 def draw_many(logits: Tensor, count: int, **params: Any) -> Counter[int]:
@@ -161,10 +166,8 @@ def test_draws_of_neighbouring_seeds_are_independent() -> None:
 def test_logprobs_are_those_of_the_unmodified_logits() -> None:
     logits = logits_row(4)
     worst = int(logits.argmin())
-    row = row_of(temperature=0.0, logprobs=3)
-    [(_, entry)] = sample(
-        [row], logits, hooks={row.request_id: lambda _request, changed: changed[worst].add_(100.0)}
-    ).logprobs
+    row = hooked(row_of(temperature=0.0, logprobs=3), lambda _request, changed: changed[worst].add_(100.0))
+    [(_, entry)] = sample([row], logits).logprobs
     expected = logits.log_softmax(-1)
     assert (entry.token_id, entry.rank) == (worst, VOCAB_SIZE)
     assert entry.logprob == pytest.approx(float(expected[worst]), abs=1e-5)
@@ -180,7 +183,8 @@ def test_rows_that_cannot_be_drawn_from_fail_alone(temperature: float) -> None:
     logits[1, 3] = float("nan")
     logits[2, 3] = float("inf")
     rows = [row_of(temperature=temperature, name=str(index)) for index in range(4)]
-    result = sample_each(rows, logits, hooks={RequestId("3"): lambda _request, row: row.fill_(float("-inf"))})
+    hooked(rows[3], lambda _request, row: row.fill_(float("-inf")))
+    result = sample_each(rows, logits)
     assert result.token_ids[0] == sample_each(rows[:1], logits[:1]).token_ids[0]
     assert result.token_ids[1:] == [NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED]
     assert "no token is allowed" in no_token_error(rows[3], NOTHING_ALLOWED)
@@ -202,14 +206,14 @@ def test_a_hook_masks_its_own_request_only() -> None:
     def forbid_best(_request: RequestState, row: Tensor) -> None:
         row[best] = float("-inf")
 
-    rows = [row_of(temperature=0.0, name="a"), row_of(temperature=0.0, name="b")]
-    tokens = sample(rows, logits, hooks={RequestId("b"): forbid_best}).token_ids
+    rows = [row_of(temperature=0.0, name="a"), hooked(row_of(temperature=0.0, name="b"), forbid_best)]
+    tokens = sample(rows, logits).token_ids
     assert tokens == [best, int(logits.topk(2).indices[1])]
 
 
 def test_logits_are_left_unchanged() -> None:
     logits = logits_row(8)[None]
     kept = logits.clone()
-    rows = [row_of(temperature=1.0, top_k=3)]
-    sample_each(rows, logits, hooks={RequestId("a"): lambda _request, row: row.mul_(2.0)})
+    rows = [hooked(row_of(temperature=1.0, top_k=3), lambda _request, row: row.mul_(2.0))]
+    sample_each(rows, logits)
     assert torch.equal(logits, kept)

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cpu.test_sampler import EOS, VOCAB_SIZE, assert_distributed, draw_many, logits_row, row_of, sample
+from tests.engine.cpu.test_sampler import (
+    EOS,
+    VOCAB_SIZE,
+    assert_distributed,
+    draw_many,
+    hooked,
+    logits_row,
+    row_of,
+    sample,
+)
 
 
 @pytest.mark.parametrize("output", [[], [4, 4, 9]])
@@ -24,7 +33,7 @@ def test_penalties_follow_their_formulas(output: list[int]) -> None:
         frequency_penalty=-0.3,
         repetition_penalty=1.5,
     )
-    sample([row], logits, hooks={row.request_id: lambda _request, changed: seen.append(changed.clone())})
+    sample([hooked(row, lambda _request, changed: seen.append(changed.clone()))], logits)
     expected = logits.tolist()
     for token_id in {1, 2, 4, *output}:
         value = expected[token_id]
