@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
 from common.wings import call_wing
 from engine.config import EngineConfig
 from engine.cpu.batch import StepBatch, build_batch
@@ -58,11 +57,7 @@ class CpuRunner(ModelRunner):
         dtype = kv_dtype(config, loaded.dtype)
         layout = kv_layout(loaded.config, dtype)
         geometry = PoolGeometry(layout, 1, config.block_size, loaded.fingerprint, loaded.shard)
-        if (kv_pool.shape[1:], kv_pool.dtype) != (geometry.block_shape, dtype):
-            raise ConfigError(
-                f"the KV pool holds blocks of {list(kv_pool.shape[1:])} {kv_pool.dtype}, "
-                f"the model needs {list(geometry.block_shape)} {dtype}"
-            )
+        assert (kv_pool.shape[1:], kv_pool.dtype) == (geometry.block_shape, dtype), "the KV pool is another model's"
         self._model = loaded.model
         self._forwards = self._lower(loaded, config, ranks)
         self._device = loaded.device
@@ -72,8 +67,6 @@ class CpuRunner(ModelRunner):
         self._backend = self._attention(loaded, kv_pool, geometry)
         self.attention_backend = self._backend.name
         self._sampler = Sampler()
-        if loaded.device.type == "cpu" and config.num_threads:
-            torch.set_num_threads(config.num_threads)
 
     def _lower(self, loaded: LoadedModel, config: EngineConfig, ranks: RankContext[Seams]) -> CpuForwards:
         forwards: CpuForwards | None = call_wing("engine.cpu_forms.forms:forms_by_rows", loaded, config, ranks)
