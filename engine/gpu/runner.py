@@ -20,9 +20,9 @@ from engine.gpu.forward import FusedForward
 from engine.gpu.lowering import Observer, narrowed_rows
 from engine.gpu.ops.rules import SINGLE_GPU, GpuSeams
 from engine.gpu.pinning import upload
-from engine.gpu.steps.decode_steps import DecodeSteps, DeviceRows
+from engine.gpu.steps.decode_steps import DecodeSteps
 from engine.gpu.steps.inputs import mixed_inputs
-from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, DeviceState, RowTable, bucket_sizes
+from engine.gpu.steps.rows import MAX_GRAPH_TOKENS, DeviceState, RowTable
 from engine.gpu.steps.samples import StepSamples
 from engine.gpu.steps.step import DeviceTimer, GpuBatch, GpuStep, check_alive, mark
 from engine.kv.memory import kv_layout
@@ -66,8 +66,7 @@ class GpuRunner(ModelRunner):
         self._max_rows = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         self._use_graphs = gpu.use_cuda_graph and loaded.device.type == "cuda"
-        self._buckets = bucket_sizes(self._max_rows)
-        self._rows = RowTable(self._max_rows, self._buckets, keeps=config.pp > 1)
+        self._rows = RowTable(self._max_rows, keeps=config.pp > 1)
         max_blocks = -(-max_model_len // config.block_size)
         layout = kv_layout(model_config, kv_pool.dtype)
         self._num_groups = len(layout.groups)
@@ -86,13 +85,13 @@ class GpuRunner(ModelRunner):
         self._samples = StepSamples(
             self._state, self._max_rows, of_vocab, self._num_buffers, ranks.seams.vocabulary
         )  # fmt: skip
-        self.device_rows = DeviceRows(self._rows, self._state, self._samples.on_device, self._buckets)
+        self.device_rows = self._rows, self._samples
         self._has_drafts = config.has_drafts
         self._decodes = self._open_decodes(self._forward)
         self.prompt_graphs: PromptGraphs | None = None  # without them steps with prompts run eagerly
 
     def _open_decodes(self, forward: FusedForward) -> DecodeSteps:
-        own = forward, self.device_rows, self._samples, self._num_buffers, self._block_size
+        own = forward, *self.device_rows, self._num_buffers, self._block_size
         if self._is_stage:
             from engine.pipeline_parallel.gpu_steps import StageSteps
 

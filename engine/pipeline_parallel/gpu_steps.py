@@ -30,4 +30,4 @@ class StageSteps(QuerySteps):
         """See DecodeSteps; returns hidden states (num_rows, hidden) if they are passed on."""
         if not self._ranks.passes_on:
             return super()._compute(num_rows)
-        return self._forward.hidden(query_step_inputs(self._rows.state, self._packed[:, :num_rows], self.is_grouped))
+        return self._forward.hidden(query_step_inputs(self._state, self._packed[:, :num_rows], self.is_grouped))

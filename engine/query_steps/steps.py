@@ -50,7 +50,7 @@ class QuerySteps(DecodeSteps):
 
     def _bucket_of(self, num_queries: int) -> int:
         """Return the padded number of rows of a step of `num_queries` queries."""
-        return self._rows.buckets[bisect_left(self._rows.buckets, num_queries)]
+        return self._table.buckets[bisect_left(self._table.buckets, num_queries)]
 
     def _sampled(self, batch: GpuBatch) -> list[Sampled]:
         """Return the entries of the tokens that a step samples."""
@@ -58,11 +58,11 @@ class QuerySteps(DecodeSteps):
 
     def _compute(self, num_rows: int) -> Any:
         """See DecodeSteps. num_rows: number of queries."""
-        queries, state = self._packed[:, :num_rows], self._rows.state
+        queries, state = self._packed[:, :num_rows], self._state
         inputs = query_step_inputs(state, queries, self.is_grouped)
         logits = self._forward.logits(self._forward.hidden(inputs))
         rows = queries[ROW].long()
-        sampled = self._rows.sampler.sample(logits, rows, queries[LENGTH])
+        sampled = self._samples.on_device.sample(logits, rows, queries[LENGTH])
         self._forward.observe(inputs, sampled)
         is_last, nobody = self._are_last(queries, rows, sampled), state.last_tokens.shape[0] - 1
         state.last_tokens[torch.where(is_last, rows, nobody)] = sampled.clamp(min=0)

@@ -164,7 +164,7 @@ def save_model(folder: Path, **shape: int) -> None:
 def stand_in_for_capture(runner: GpuRunner) -> None:
     """Run the steps that would be captured."""
     decodes = runner._decodes
-    for num_rows in runner._buckets:
+    for num_rows in runner._rows.buckets:
         for steps in (decodes, getattr(decodes, "_without_drafts", decodes)):
             steps._compute(num_rows)
     graphs = runner.prompt_graphs = runner.open_prompt_graphs(captures=False)

@@ -15,26 +15,13 @@ from torch import Tensor
 
 from engine.gpu.attention.backend import GpuInputs, GroupInputs
 from engine.gpu.forward import FusedForward
-from engine.gpu.steps.device_sampler import DeviceSampler
-from engine.gpu.steps.rows import DeviceState, RowTable
+from engine.gpu.steps.rows import RowTable
 from engine.gpu.steps.samples import StepSamples
 from engine.gpu.steps.step import GpuBatch, GpuStep, sampled_rows
 from engine.wings import OnProgress
 
 logger = logging.getLogger(__name__)
 POSITION, SLOT, LENGTH = range(3)  # rows of the packed inputs; the slots of further KV groups follow
-
-
-class DeviceRows(NamedTuple):
-    """The assignment of requests to device rows, and the state that the device keeps of each row.
-
-    buckets: row counts that have a graph, ascending; the last is the number of rows.
-    """
-
-    table: RowTable
-    state: DeviceState
-    sampler: DeviceSampler
-    buckets: Sequence[int]
 
 
 class DecodeOutput(NamedTuple):
@@ -53,14 +40,15 @@ class DecodeSteps:
     num_fields = LENGTH + 1
 
     def __init__(
-        self, forward: FusedForward, rows: DeviceRows, samples: StepSamples, num_buffers: int, block_size: int
+        self, forward: FusedForward, table: RowTable, samples: StepSamples, num_buffers: int, block_size: int
     ) -> None:
         """num_buffers: pinned buffers, more than steps in flight."""
-        self._forward, self._rows, self._samples, self._block_size = forward, rows, samples, block_size
-        self._num_groups, device = len(rows.state.block_tables), rows.state.last_tokens.device
+        self._forward, self._table, self._samples, self._block_size = forward, table, samples, block_size
+        self._state = samples.state
+        self._num_groups, device = len(self._state.block_tables), self._state.last_tokens.device
         more_slots = range(self.num_fields, self.num_fields + self._num_groups - 1)
         self._slot_fields = SLOT, *more_slots  # of each KV group
-        shape, pin = (self.num_fields + len(more_slots), rows.buckets[-1]), device.type == "cuda"
+        shape, pin = (self.num_fields + len(more_slots), table.buckets[-1]), device.type == "cuda"
         self._packed = torch.zeros(shape, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(shape, dtype=torch.int32, pin_memory=pin) for _ in range(num_buffers)]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}  # by row count; without, steps run eagerly
@@ -74,20 +62,20 @@ class DecodeSteps:
             self._packed[field] = -1  # nothing is stored
         began, graphs = time.monotonic(), {}
         pool = torch.cuda.graph_pool_handle()
-        for num_rows in sorted(self._rows.buckets, reverse=True):
+        for num_rows in sorted(self._table.buckets, reverse=True):
             self._compute(num_rows)  # compiles kernels, chooses algorithms
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 output = self._compute(num_rows)
             graphs[num_rows] = graph, output
-            on_progress("capturing decode graphs", len(graphs) / len(self._rows.buckets))
+            on_progress("capturing decode graphs", len(graphs) / len(self._table.buckets))
         self._graphs = graphs
         logger.info("captured %d decode graphs in %.1f s", len(graphs), time.monotonic() - began)
 
     def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
         """Queue a step. turn: the buffer."""
-        num_rows, packed = self._rows.table.bucket(), self._staging[turn].numpy()
+        num_rows, packed = self._table.bucket(), self._staging[turn].numpy()
         packed[LENGTH, :num_rows] = 0
         starts = [row.start for row in batch.rows]
         packed[POSITION, batch.device_rows] = starts
@@ -101,7 +89,7 @@ class DecodeSteps:
 
     def places(self, batch: GpuBatch) -> tuple[Sequence[int], Sequence[int], int]:
         """Return the batch row of each token, the index of each token in the step, and the step's padded size."""
-        return range(len(batch.rows)), batch.device_rows, self._rows.table.bucket()
+        return range(len(batch.rows)), batch.device_rows, self._table.bucket()
 
     def _slots(self, batch: GpuBatch, group: int) -> list[int]:
         size, count = self._block_size, self._num_groups
@@ -120,12 +108,12 @@ class DecodeSteps:
 
     def _compute(self, num_rows: int) -> Any:
         """Run forward pass, head and sampling for rows 0 .. num_rows - 1: the work that a graph captures."""
-        packed, state = self._packed[:, :num_rows], self._rows.state
+        packed, state = self._packed[:, :num_rows], self._state
         lengths, last = packed[LENGTH], state.last_tokens[:num_rows]
         slots = (packed[field] for field in self._slot_fields)
         groups = [GroupInputs(*each) for each in zip(slots, state.block_tables, strict=True)]
         inputs = GpuInputs(last, packed[POSITION], lengths, groups)
         logits = self._forward.logits(self._forward.hidden(inputs))
-        sampled = self._rows.sampler.sample(logits, slice(num_rows), lengths, last)
+        sampled = self._samples.on_device.sample(logits, slice(num_rows), lengths, last)
         self._forward.observe(inputs, sampled)
         return DecodeOutput(sampled, logits)

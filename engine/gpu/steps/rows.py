@@ -43,9 +43,9 @@ class RowChanges:
 class RowTable:
     """Which request has which of the rows 0 .. max_rows - 1."""
 
-    def __init__(self, max_rows: int, buckets: Sequence[int], keeps: bool = False) -> None:
+    def __init__(self, max_rows: int, keeps: bool) -> None:
         """keeps: requests that a step leaves out keep their rows until they are forgotten, and no row moves."""
-        self._buckets = buckets
+        self.buckets = bucket_sizes(max_rows)  # of the rows of graphs, ascending
         self._keeps = keeps
         self._rows: dict[RequestId, int] = {}
         self._owner: list[RequestState | None] = [None] * max_rows
@@ -61,7 +61,7 @@ class RowTable:
 
     def bucket(self) -> int:
         """Return the smallest bucket that holds all rows in use."""
-        return self._buckets[bisect_left(self._buckets, self.extent)]
+        return self.buckets[bisect_left(self.buckets, self.extent)]
 
     def sync(self, requests: Sequence[RequestState]) -> RowChanges:
         """Give every request of the step a row, and free the rows of all others. At most max_rows requests."""
@@ -92,7 +92,7 @@ class RowTable:
 
     def _compact(self, changes: RowChanges) -> None:
         """Move the last rows to vacant ones, as long as that allows a smaller bucket."""
-        target = self._buckets[bisect_left(self._buckets, max(len(self._rows), 1))]
+        target = self.buckets[bisect_left(self.buckets, max(len(self._rows), 1))]
         if self.extent <= target:
             return
         fresh = {row for row, _ in changes.fresh}

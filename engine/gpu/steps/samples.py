@@ -41,7 +41,7 @@ class StepSamples:
         """num_buffers: pinned buffers, more than steps in flight. vocabulary: this rank's part."""
         self.on_device = DeviceSampler(max_rows, vocab_size, state.last_tokens.device, vocabulary)
         self._vocabulary = vocabulary
-        self._state = state
+        self.state = state
         self._device = state.last_tokens.device
         self._changed = ChangedRows(vocab_size, state, self.on_device, vocabulary) if HAS_RULES else None
         pin = self._device.type == "cuda"
@@ -61,7 +61,7 @@ class StepSamples:
         rows = upload([batch.device_rows[i] for i in indices], torch.int64, self._device)
         lengths = upload([batch.rows[i].stop for i in indices], torch.int64, self._device)
         token_ids = self.on_device.sample(logits, rows, lengths)
-        self._state.last_tokens[rows] = token_ids.clamp(min=0)
+        self.state.last_tokens[rows] = token_ids.clamp(min=0)
         self.take(token_ids, logits, batch, sampled_rows(batch, indices), turn, step)
         return token_ids
 

@@ -44,7 +44,7 @@ class GpuDraftRunner(GpuRunner):
         return self._launch_rows(rows, states)
 
     def _open_decodes(self, forward: FusedForward) -> DecodeSteps:
-        return DraftModelSteps(forward, self.device_rows, self._samples, self._num_buffers, self._block_size)
+        return DraftModelSteps(forward, *self.device_rows, self._num_buffers, self._block_size)
 
 
 class DraftModelSteps(DraftSteps):
@@ -67,7 +67,7 @@ class DraftModelSteps(DraftSteps):
             if row.start < len(state.token_ids)
         ]
         if known:
-            last_tokens = self._rows.state.last_tokens
+            last_tokens = self._state.last_tokens
             places, token_ids = upload(list(zip(*known, strict=True)), torch.int64, last_tokens.device)
             last_tokens[places] = token_ids
 

@@ -31,8 +31,8 @@ class FromGpuHead(FromModel):
     """Proposes the drafts of a head on the model's GPU."""
 
     def __init__(
-        self, graphs: HeadGraphs, rows: RowTable, buckets: Sequence[int], max_model_len: int, vocab_size: int,
-        overlap: Overlap | None, lengths: DraftLengths, num_tokens: int,
+        self, graphs: HeadGraphs, rows: RowTable, max_model_len: int, vocab_size: int, overlap: Overlap | None,
+        lengths: DraftLengths, num_tokens: int,
     ) -> None:  # fmt: skip
         """rows: of the model's runner. num_tokens: most drafts of a row. overlap: nothing is drafted while steps
         overlap, since the model's next step would run first and overwrite the residuals that the head reads.
@@ -40,9 +40,9 @@ class FromGpuHead(FromModel):
         super().__init__(lengths)
         self._graphs, self._rows, self._overlap = graphs, rows, overlap
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
-        self._num_tokens, self._buckets = num_tokens, buckets
+        self._num_tokens = num_tokens
         pin = torch.cuda.is_available()
-        self._fields = torch.zeros(NUM_FIELDS, buckets[-1], dtype=torch.int32, pin_memory=pin)
+        self._fields = torch.zeros(NUM_FIELDS, rows.buckets[-1], dtype=torch.int32, pin_memory=pin)
 
     def propose(self, found: StepResult, sampled: Sequence[Sampled]) -> None:
         """See Proposer. Only for rows of decode steps, where a query's index is also that of its residuals."""
@@ -84,7 +84,7 @@ class FromGpuHead(FromModel):
     def _draft(self, wanted: Sequence[tuple[RequestState, Followed, int, int]], num_rows: int) -> None:
         """Draft for requests, given the most drafts of each and the index of its last token in the step."""
         began = time.monotonic()
-        count = next(size for size in self._buckets if size >= len(wanted))
+        count = next(size for size in self._rows.buckets if size >= len(wanted))
         fields = self._fields.numpy()
         fields[:, :count] = 0
         fields[POSITION, :count] = -1

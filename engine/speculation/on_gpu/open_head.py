@@ -13,8 +13,8 @@ from common.errors import ConfigError
 from common.model_files import resolve_model
 from engine.config import EngineConfig
 from engine.gpu.runner import collector_paused
-from engine.gpu.steps.decode_steps import DeviceRows
-from engine.gpu.steps.rows import bucket_sizes, most_tokens
+from engine.gpu.steps.rows import RowTable, bucket_sizes, most_tokens
+from engine.gpu.steps.samples import StepSamples
 from engine.kv.memory import pool_geometry
 from engine.late_compiles.log import compiles_are_early
 from engine.loader.load import LoadedModel
@@ -43,7 +43,7 @@ class HeadOnGpu:
         self._make, self._kept, self._num_layers = make, kept, num_layers
         self._config, self._loaded = config, loaded
         self._max_model_len = loaded.config.context_length(config.max_model_len)
-        self._rows: DeviceRows | None = None
+        self._rows: tuple[RowTable, StepSamples] | None = None
         self._on_gpu: GpuHead | None = None
 
     def num_blocks_left(self, num_blocks: int) -> int:
@@ -76,13 +76,13 @@ class HeadOnGpu:
         """See OnGpu."""
         assert self._rows is not None, "`join` comes first"
         assert self._on_gpu is not None
-        table, state, sampler, buckets = self._rows
-        graphs = HeadGraphs(self._on_gpu, state, sampler, buckets, self._loaded.device)
+        table, samples = self._rows
+        graphs = HeadGraphs(self._on_gpu, samples.state, samples.on_device, table.buckets, self._loaded.device)
         if self._loaded.device.type == "cuda":
             with compiles_are_early(), collector_paused(), torch.inference_mode():  # the model's warm-up came before
                 graphs.capture()
         return FromGpuHead(
-            graphs, table, buckets, self._max_model_len, self._loaded.config.vocab_size, overlap, lengths, num_tokens
+            graphs, table, self._max_model_len, self._loaded.config.vocab_size, overlap, lengths, num_tokens
         )
 
 

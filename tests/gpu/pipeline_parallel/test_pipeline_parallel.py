@@ -23,7 +23,8 @@ from engine.config import EngineConfig, GpuConfig, Stage
 from engine.engine import Engine
 from engine.gpu.lowering import Observer
 from engine.gpu.runner import GpuRunner
-from engine.gpu.steps.decode_steps import DeviceRows
+from engine.gpu.steps.rows import RowTable
+from engine.gpu.steps.samples import StepSamples
 from engine.kv.memory import allocate_pool, pool_geometry
 from engine.loader.load import load_model
 from engine.plan import StepPlan, StepResult
@@ -153,7 +154,7 @@ class StageHere:
         self.runners[0].observe_with(observer)
 
     @property
-    def device_rows(self) -> DeviceRows:
+    def device_rows(self) -> tuple[RowTable, StepSamples]:
         return self.runners[0].device_rows
 
 
