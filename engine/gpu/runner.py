@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,7 +81,8 @@ class GpuRunner(ModelRunner):
             if (decoder := open_decoder(loaded.model, kv_pool, config)) is not None:
                 self._forward.decode_rows_with(decoder)
         self.attention_backend = self._forward.attention.name
-        self._num_buffers, self._turn = max(self.least_buffers, config.pp + 1), 0
+        self._num_buffers = max(self.least_buffers, config.pp + 1)
+        self._turns = cycle(range(self._num_buffers))
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
         self._samples = StepSamples(
             self._state, self._max_rows, of_vocab, self._num_buffers, ranks.seams.vocabulary
@@ -130,7 +132,7 @@ class GpuRunner(ModelRunner):
         return step
 
     def _queue_rows(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState], step: GpuStep) -> None:
-        self._turn = (self._turn + 1) % self._num_buffers
+        step.turn = next(self._turns)
         changes = self._rows.sync(requests)
         self._state.apply(changes)
         if not self._ranks.passes_on:
@@ -195,14 +197,14 @@ class GpuRunner(ModelRunner):
     # -- steps -----------------------------------------------------------------------------------------------
 
     def _queue_decode(self, batch: GpuBatch, step: GpuStep) -> None:
-        self._decodes.queue(batch, self._turn, step)
+        self._decodes.queue(batch, step)
 
     def _graphs_of_prompts(self) -> PromptGraphs | None:
         """Return the graphs that may run the step that is queued."""
         return self.prompt_graphs
 
     def _queue_prompts(self, batch: GpuBatch, graphs: PromptGraphs, step: GpuStep) -> None:
-        graphs.queue(batch, self._turn, step)
+        graphs.queue(batch, step)
 
     def _queue_mixed(self, batch: GpuBatch, step: GpuStep) -> None:
         rows = batch.rows
@@ -226,7 +228,7 @@ class GpuRunner(ModelRunner):
             return
         own = hidden[last] if wants_all else hidden[: len(sampling)]
         logits = self._forward.logits(own if wants_all else hidden)[: len(sampling)]
-        token_ids = self._samples.sample(logits, batch, sampling, self._turn, step)
+        token_ids = self._samples.sample(logits, batch, sampling, step)
         self._forward.observe(inputs, token_ids, last)
         step.takes_drafts = not self._forward.is_observed
 

@@ -18,12 +18,12 @@ class StageSteps(QuerySteps):
         self._ranks, self.is_grouped = ranks, is_grouped
         super().__init__(*args)
 
-    def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
+    def queue(self, batch: GpuBatch, step: GpuStep) -> None:
         """See DecodeSteps."""
         if not self._ranks.passes_on:
-            super().queue(batch, turn, step)
+            super().queue(batch, step)
             return
-        hidden, num_queries = self._run_queries(batch, turn)
+        hidden, num_queries = self._run_queries(batch, step.turn)
         self._ranks.pass_on(hidden[:num_queries])
 
     def _compute(self, num_rows: int) -> Any:

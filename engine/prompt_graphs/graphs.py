@@ -134,14 +134,14 @@ class PromptGraphs:
         num_tokens, num_rows = sum(row.num_tokens for row in batch.rows), len(batch.rows)
         return next((shape for shape in self.shapes if num_tokens <= shape[0] and num_rows <= shape[1]), None)
 
-    def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
-        """Queue a step. turn: its staging buffer."""
-        token_ids, logits, sampling = self.run(batch, turn)
+    def queue(self, batch: GpuBatch, step: GpuStep) -> None:
+        """Queue a step."""
+        token_ids, logits, sampling = self.run(batch, step.turn)
         step.takes_drafts = not self._parts[0].is_observed
         if self._ranks.passes_on:
             self._ranks.pass_on(token_ids[: sum(row.num_tokens for row in batch.rows)])
             return
-        self._samples.take(token_ids, logits, batch, sampled_rows(batch, sampling), turn, step)
+        self._samples.take(token_ids, logits, batch, sampled_rows(batch, sampling), step)
         if not sampling:
             step.waits.append(mark(self._buffer.device))
 

@@ -26,11 +26,11 @@ class QuerySteps(DecodeSteps):
     num_fields = NUM_FIELDS
     is_grouped = True
 
-    def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
+    def queue(self, batch: GpuBatch, step: GpuStep) -> None:
         """See DecodeSteps."""
-        output, _ = self._run_queries(batch, turn)
+        output, _ = self._run_queries(batch, step.turn)
         step.takes_drafts = True
-        self._samples.take(output.token_ids, output.logits, batch, self._sampled(batch), turn, step)
+        self._samples.take(output.token_ids, output.logits, batch, self._sampled(batch), step)
 
     def places(self, batch: GpuBatch) -> tuple[Sequence[int], Sequence[int], int]:
         """See DecodeSteps."""
@@ -90,13 +90,13 @@ class DraftSteps(QuerySteps):
         self._without_drafts.capture(partial(half, 0))
         super().capture(partial(half, 1))
 
-    def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
+    def queue(self, batch: GpuBatch, step: GpuStep) -> None:
         """See DecodeSteps."""
         if has_drafts(batch):
-            super().queue(batch, turn, step)
+            super().queue(batch, step)
         else:
             step.takes_drafts = True
-            self._without_drafts.queue(batch, turn, step)
+            self._without_drafts.queue(batch, step)
 
     def places(self, batch: GpuBatch) -> tuple[Sequence[int], Sequence[int], int]:
         """See DecodeSteps."""

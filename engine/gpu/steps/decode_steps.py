@@ -73,9 +73,9 @@ class DecodeSteps:
         self._graphs = graphs
         logger.info("captured %d decode graphs in %.1f s", len(graphs), time.monotonic() - began)
 
-    def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
-        """Queue a step. turn: the buffer."""
-        num_rows, packed = self._table.bucket(), self._staging[turn].numpy()
+    def queue(self, batch: GpuBatch, step: GpuStep) -> None:
+        """Queue a step."""
+        num_rows, packed = self._table.bucket(), self._staging[step.turn].numpy()
         packed[LENGTH, :num_rows] = 0
         starts = [row.start for row in batch.rows]
         packed[POSITION, batch.device_rows] = starts
@@ -83,9 +83,9 @@ class DecodeSteps:
         for group, field in enumerate(self._slot_fields):
             packed[field, :num_rows] = -1
             packed[field, batch.device_rows] = self._slots(batch, group)
-        output = self._run(num_rows, turn)
+        output = self._run(num_rows, step.turn)
         sampled = sampled_rows(batch, range(len(batch.rows)), batch.device_rows)
-        self._samples.take(output.token_ids, output.logits, batch, sampled, turn, step)
+        self._samples.take(output.token_ids, output.logits, batch, sampled, step)
 
     def places(self, batch: GpuBatch) -> tuple[Sequence[int], Sequence[int], int]:
         """Return the batch row of each token, the index of each token in the step, and the step's padded size."""

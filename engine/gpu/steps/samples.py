@@ -53,7 +53,7 @@ class StepSamples:
         if self._changed is not None:
             self._changed.apply(changes)
 
-    def sample(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], turn: int, step: GpuStep) -> Tensor:
+    def sample(self, logits: Tensor, batch: GpuBatch, indices: Sequence[int], step: GpuStep) -> Tensor:
         """Sample a token for each of the batch rows `indices`, and store it in the device's state.
 
         logits: (n, vocab). Returns the tokens, int64 (n,).
@@ -62,12 +62,10 @@ class StepSamples:
         lengths = upload([batch.rows[i].stop for i in indices], torch.int64, self._device)
         token_ids = self.on_device.sample(logits, rows, lengths)
         self.state.last_tokens[rows] = token_ids.clamp(min=0)
-        self.take(token_ids, logits, batch, sampled_rows(batch, indices), turn, step)
+        self.take(token_ids, logits, batch, sampled_rows(batch, indices), step)
         return token_ids
 
-    def take(
-        self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, sampled: list[Sampled], turn: int, step: GpuStep
-    ) -> None:
+    def take(self, token_ids: Tensor, logits: Tensor, batch: GpuBatch, sampled: list[Sampled], step: GpuStep) -> None:
         """Start the download of a step's tokens: `token_ids[k]` and `logits[k]` belong to the entry with index k."""
         step.sampled = sampled
         changed: list[tuple[int, int]] = []
@@ -82,6 +80,6 @@ class StepSamples:
         if asking and HAS_LOGPROBS:  # likewise
             step.logprobs = pending_logprobs(token_ids, logits, sampled, asking, self._vocabulary)
         if sampled:
-            step.tokens = self._tokens[turn]
+            step.tokens = self._tokens[step.turn]
             step.tokens[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
             step.waits.append(mark(self._device))

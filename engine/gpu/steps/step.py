@@ -47,6 +47,7 @@ class GpuStep:
 
     found: StepResult
     proposer: Proposer
+    turn: int = 0  # of its pinned buffers
     waits: list[Callable[[], None]] = field(default_factory=list)
     tokens: Tensor | None = None  # on the host, valid after the waits; negative for padding
     sampled: list[Sampled] = field(default_factory=list)

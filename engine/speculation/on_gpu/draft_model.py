@@ -53,11 +53,11 @@ class DraftModelSteps(DraftSteps):
     So the token sampled after a row's last query is the row's token.
     """
 
-    def queue(self, batch: GpuBatch, turn: int, step: GpuStep) -> None:
+    def queue(self, batch: GpuBatch, step: GpuStep) -> None:
         """See DecodeSteps."""
         if not has_drafts(batch):
             self._upload_known(batch)
-        super().queue(batch, turn, step)
+        super().queue(batch, step)
 
     def _upload_known(self, batch: GpuBatch) -> None:
         """Correct last tokens: the device has the last drafts there, which the target model may have rejected."""
