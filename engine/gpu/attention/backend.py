@@ -1,7 +1,5 @@
 """Interfaces of attention on a GPU: `GpuAttention` for all rows of a step, `PrefillAttention` for prompt chunks.
 
-`PagedAttention`, our own kernel, is the prefill backend that takes every model.
-
 Prefill is planned once a step, on the host, from where each row's queries start and how many keys its last query
 sees. The plan holds what the kernels need on the device, and every layer attends with it. Decode is planned on the
 device as part of the step, so a captured graph works for any lengths. A backend knows neither requests nor the

@@ -1,10 +1,4 @@
-"""Ops for any number of rows: one kernel for each GEMM, and fused kernels between GEMMs.
-
-    residual += pending output, normed       one kernel, also where the output is normed before it is added
-    q, k normed and rotated, k and v stored  one kernel
-    attention                                one kernel for decode rows, one for chunks of prompts
-    SiLU(gate) * up, or GELU(gate) * up      one kernel, or part of the GEMM
-    experts                                  routing, then two grouped GEMMs
+"""Ops of attention and MLPs for any number of rows: one kernel for each GEMM, and fused kernels between GEMMs.
 
 Skinny GEMMs use a kernel of `engine/few_rows` where it was measured to be faster; others use cuBLAS, or the kernel of
 the quantized layer.

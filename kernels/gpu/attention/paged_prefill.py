@@ -227,16 +227,13 @@ def paged_prefill(
     out: Tensor | None = None, config: PrefillConfig | None = None, has_boxes: bool | None = None, window: int = 0,
     sinks: Tensor | None = None, splits: TileSplits | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend for the tokens in `tiles`.
+    """Attend for the tokens in `tiles`. pool, block_tables, sinks: see `paged_decode`.
 
     q: (num_tokens, num_heads, head_dim), heads contiguous, tokens of any stride.
-    pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), contiguous; block_size a power of two. Of
-        q's type or float8_e4m3fn.
-    block_tables: int32 (num_rows, any). tiles: int32 (num_tiles, 4), from `prefill_tiles` with the same tile_m.
+    tiles: int32 (num_tiles, 4), from `prefill_tiles` with the same tile_m.
     out: (num_tokens, num_heads * head_dim), contiguous; tokens in no tile are left as they are. Returns it.
     has_boxes: whether to load through a tensor descriptor; None: where that is possible.
-    window: keys that a query sees, itself included; 0: all. Entries of tables before it are not read. sinks:
-        (num_heads,) or None.
+    window: keys that a query sees, itself included; 0: all. Entries of tables before it are not read.
     splits: where tiles may be split, which are then int32 (num_tiles, 7): further first key, end key and slot, 0 of
         whole tiles.
     """
