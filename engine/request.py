@@ -168,6 +168,7 @@ class Request:
     prefill_only: bool = False  # finish with PREFILLED after the first token and keep the blocks
     eos_token_ids: frozenset[int] = frozenset()
 
+    max_output: int = 0  # most output tokens: `max_tokens`, or what the context has room for; set by the scheduler
     status: RequestStatus = RequestStatus.WAITING
     block_ids: list[BlockId] = field(default_factory=list)
     block_keys: list[BlockKey] = field(default_factory=list)  # of the full blocks of known tokens

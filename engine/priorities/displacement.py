@@ -23,10 +23,8 @@ _rank = attrgetter("rank")
 class Displacement(Admission):
     """Lets newcomers have the places of requests that give way to them."""
 
-    def __init__(self, max_model_len: int, *own: Any) -> None:
-        """own: what an Admission has."""
-        super().__init__(*own)
-        self._max_model_len = max_model_len
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._step: ScheduledStep | None = None
         self._moved: set[Request] = set()  # by this step, which leaves them where it has put them
 
@@ -72,7 +70,7 @@ class Displacement(Admission):
         for victim in reversed(running):
             if victim in self._moved or not self._order.gives_way(victim, request):
                 return None
-            if victim.prefill_only and is_full(victim, self._max_model_len):
+            if victim.prefill_only and is_full(victim):
                 return None  # ends with the step in flight, and its blocks go to a peer
             victims.append(victim)
             missing_seats -= 1

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from common.errors import ContextLengthError
-from common.wings import call_wing
+from common.wings import call_wing, from_wing
 from engine.kv.manager import KVManager
 from engine.plan import StepResult
 from engine.request import FinishReason, Request, RequestId, RequestOutput, RequestStatus, SchedulerLoad
@@ -57,15 +57,10 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._order: ServiceOrder = order or call_wing("engine.priorities.order:PriorityOrder") or ServiceOrder()
         self._queues = RequestQueues()
-        progressive: RemoteKv | None = call_wing(
-            "engine.progressive_pulls.remote_kv:ProgressiveRemoteKv", self._queues, kv
-        )
-        self.remote_kv = progressive or RemoteKv(self._queues, kv)
-        admission_args = self._queues, kv, self._order, self.remote_kv, max_num_seqs, row_tokens, cuts_prompts
-        displacing: Admission | None = call_wing(
-            "engine.priorities.displacement:Displacement", self.max_model_len, *admission_args
-        )
-        self._admission = displacing or Admission(*admission_args)
+        kind_of_kv: type[RemoteKv] = from_wing("engine.progressive_pulls.remote_kv:ProgressiveRemoteKv") or RemoteKv
+        self.remote_kv = kind_of_kv(self._queues, kv)
+        kind: type[Admission] = from_wing("engine.priorities.displacement:Displacement") or Admission
+        self._admission = kind(self._queues, kv, self._order, self.remote_kv, max_num_seqs, row_tokens, cuts_prompts)
         self._num_arrived = 0
 
     # -- requests come and go --------------------------------------------------------------------------------
@@ -82,6 +77,7 @@ class Scheduler:
         request.arrival = self._num_arrived
         self._num_arrived += 1
         request.rank = self._order.rank(request)
+        request.max_output = min(request.params.max_tokens, self.max_model_len - request.num_prompt_tokens)
         is_coming = self.remote_kv.awaits_prefetch(request)
         self._queues.enter(request, RequestStatus.AWAITING if is_coming else RequestStatus.WAITING)
 
@@ -127,7 +123,7 @@ class Scheduler:
             num_spare_tokens = self._max_num_batched_tokens - step.num_tokens
             # Blocks for the next token of each of the other requests.
             num_kept_blocks = (len(self._queues.running) - 1) * self.kv.blocks_per_position
-            self.speculation.add_drafts(step, self.kv, num_spare_tokens, num_kept_blocks, self.max_model_len)
+            self.speculation.add_drafts(step, self.kv, num_spare_tokens, num_kept_blocks)
         self.remote_kv.reserve_prefetches()
         self.kv.offload_evicted(step)
         if not step.is_empty:
@@ -168,7 +164,7 @@ class Scheduler:
                     request.prompt_logprobs.extend(result.prompt_logprobs[index][-num_missing:])
             if row.samples:
                 request.drafts = result.drafts.get(index)
-                output = append_tokens(request, result, index, self.max_model_len)
+                output = append_tokens(request, result, index)
                 if self.speculation is not None and row.draft_token_ids:
                     self.speculation.settle(request, row, len(result.token_ids[index]), self.kv)
                 if output.finish_reason is not None:
@@ -198,7 +194,7 @@ class Scheduler:
             num_left = request.num_uncomputed_tokens
             if num_left > 1:
                 prefills.append(request)
-            elif num_left == 1 and not is_full(request, self.max_model_len):
+            elif num_left == 1 and not is_full(request):
                 decodes.append(request)
         return self._share_of(decodes) if self.num_stages > 1 else decodes, prefills
 

@@ -83,9 +83,7 @@ class Speculation:
             "vllm:spec_decode_num_accepted_tokens_per_pos": list(self._accepted),
         }
 
-    def add_drafts(
-        self, step: ScheduledStep, kv: KVManager, num_spare_tokens: int, num_kept_blocks: int, max_model_len: int
-    ) -> None:
+    def add_drafts(self, step: ScheduledStep, kv: KVManager, num_spare_tokens: int, num_kept_blocks: int) -> None:
         """Add drafts to the rows of `step`.
 
         num_spare_tokens: tokens that the step may still compute. num_kept_blocks: available blocks of the pool that
@@ -104,8 +102,7 @@ class Speculation:
             num_known = request.num_known_tokens
             most = min(
                 num_spare_tokens,
-                max_model_len - num_known - 1,  # the token after the last draft needs a place, too
-                request.params.max_tokens - len(request.output_token_ids) - 1,
+                request.max_output - len(request.output_token_ids) - 1,  # one token follows the last draft
                 (len(request.block_ids) + max(num_spare_blocks, 0)) // count * kv.block_size - num_known,
             )
             if most <= 0:
