@@ -51,7 +51,7 @@ class FusedForward:
         self.attention = attention_of(model)(model, pool, max_rows, wanted, dtype, max_tokens)
         self._forwards = GpuForwards(model, ranks)
         self._inbox = ranks.inbox
-        self._row_decoder: RowDecoder | None = None
+        self.row_decoder: RowDecoder | None = None  # runs unobserved steps of one decode row, also in graphs
         self.passes_on = ranks.passes_on
         self.dtype = model.embedding.dtype
         self.logits = self._forwards.logits
@@ -71,14 +71,10 @@ class FusedForward:
         if (observer := self._forwards.observer) is not None:
             observer.take(inputs, sampled, last, lengths)
 
-    def decode_rows_with(self, decoder: RowDecoder) -> None:
-        """Let `decoder` run unobserved steps of one decode row. Call it before graphs are captured."""
-        self._row_decoder = decoder
-
     def of_ops(self, forwards: GpuForwards) -> FusedForward:
         """Return this pass with the ops of `forwards`."""
         found = copy.copy(self)
-        found._forwards, found._row_decoder, found.logits = forwards, None, forwards.logits
+        found._forwards, found.row_decoder, found.logits = forwards, None, forwards.logits
         return found
 
     def hidden(self, inputs: GpuInputs) -> Tensor:
@@ -87,8 +83,8 @@ class FusedForward:
         A pipeline stage that is not the last returns the residual instead.
         """
         is_one_row = inputs.token_ids.shape[0] == 1 and not inputs.has_prompts
-        if is_one_row and self._row_decoder is not None and not self.is_observed:
-            return self._row_decoder(inputs)
+        if is_one_row and self.row_decoder is not None and not self.is_observed:
+            return self.row_decoder(inputs)
         self.attention.plan_decode(inputs)
         token_ids = self._inbox.token_ids(inputs.token_ids)
         kind = token_ids.shape[0], not inputs.has_prompts

@@ -75,18 +75,14 @@ class GpuRunner(ModelRunner):
         self._forward = FusedForward(
             loaded.model, kv_pool, self._max_rows, gpu.attention_backend, loaded.dtype, self._max_tokens, ranks
         )
-        if has_wing("engine.persistent") and config.num_ranks == 1:
-            from engine.persistent.decoder import open_decoder
-
-            if (decoder := open_decoder(loaded.model, kv_pool, config)) is not None:
-                self._forward.decode_rows_with(decoder)
+        if config.num_ranks == 1:
+            path = "engine.persistent.decoder:open_decoder"
+            self._forward.row_decoder = call_wing(path, loaded.model, kv_pool, config)
         self.attention_backend = self._forward.attention.name
         self._num_buffers = max(self.least_buffers, config.pp + 1)
         self._turns = cycle(range(self._num_buffers))
         of_vocab = 1 if ranks.passes_on else loaded.config.vocab_size  # nothing is kept where another stage samples
-        self._samples = StepSamples(
-            self._state, self._max_rows, of_vocab, self._num_buffers, ranks.seams.vocabulary
-        )  # fmt: skip
+        self._samples = StepSamples(self._state, self._max_rows, of_vocab, self._num_buffers, ranks.seams.vocabulary)
         self.device_rows = self._rows, self._samples
         self._has_drafts = config.has_drafts
         self._decodes = self._open_decodes(self._forward)
