@@ -6,6 +6,7 @@ Steps of one class run the same list of ops, so the same kernels in the same ord
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from typing import Protocol
@@ -122,7 +123,7 @@ class GpuForwards:
         if self.observer is not None:
             forward = self.observer.watch(forward, self._model)
         if self._ranks.passes_on:
-            return forward.ended_by(seams.sum(self._model))
+            return replace(forward, final=seams.sum(self._model))
         if self.narrows(num_rows, is_decode):
             return forward.narrowed(num_free_blocks(blocks), wanted_rows)
         return forward

@@ -8,6 +8,7 @@ of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -40,20 +41,15 @@ class Op(NamedTuple, Generic[X, S, P]):
     body: Callable[[X, S], P | None]
 
 
+@dataclass(frozen=True, slots=True)
 class Forward(Generic[S, P]):
-    """A lowered model: tokens to hidden states, hidden states to logits.
+    """A lowered model: tokens to hidden states, hidden states to logits."""
 
-    start: makes the first stream of a step. ops: their inputs may be of different types. end: makes the hidden
-    states from the output of `final`.
-    """
-
-    def __init__(
-        self, start: Callable[[S], Stream[P]], ops: Sequence[Op[Any, S, P]],
-        final: Callable[[Tensor, P | None], Tensor], head: LinearLayer,
-        end: Callable[[Tensor, S], Tensor] = lambda x, step: x,
-    ) -> None:  # fmt: skip
-        self.start, self.ops, self.final, self.end = start, ops, final, end
-        self.logits = head  # normed hidden states (rows, hidden) -> (rows, vocab)
+    start: Callable[[S], Stream[P]]
+    ops: Sequence[Op[Any, S, P]]  # their inputs may be of different types
+    final: Callable[[Tensor, P | None], Tensor]
+    logits: LinearLayer  # normed hidden states (rows, hidden) -> (rows, vocab)
+    end: Callable[[Tensor, S], Tensor] = lambda x, step: x  # makes the hidden states from the output of `final`
 
     def hidden(self, step: S) -> Tensor:
         """Hidden states (num_tokens, hidden) after the final norm.
@@ -76,14 +72,8 @@ class Forward(Generic[S, P]):
     def narrowed(self, count: int, narrow: Callable[[Stream[P], S], Stream[P]]) -> Forward[S, P]:
         """Return this forward pass with `narrow` applied to the stream before the last `count` ops."""
         split = len(self.ops) - count
-        first = Forward(self.start, self.ops[:split], self.final, self.logits)
-        return Forward(
-            lambda step: narrow(first._stream(step), step), self.ops[split:], self.final, self.logits, self.end
-        )
-
-    def ended_by(self, final: Callable[[Tensor, P | None], Tensor]) -> Forward[S, P]:
-        """Return this forward pass with `final` instead of the final norm."""
-        return Forward(self.start, self.ops, final, self.logits)
+        first = replace(self, ops=self.ops[:split])
+        return replace(self, start=lambda step: narrow(first._stream(step), step), ops=self.ops[split:])
 
 
 def plain_sum(residual: Tensor, pending: Tensor | None) -> Tensor:

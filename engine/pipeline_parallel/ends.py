@@ -64,7 +64,7 @@ class StageSeams(Seams):
 
     def lowered(self, form: Forward[Step, Tensor], model: Model) -> Forward[Step, Tensor]:
         """See Seams. The last stage has the final norm."""
-        form = self._within.lowered(form.ended_by(plain_sum) if self._passes_on else form, model)
+        form = self._within.lowered(replace(form, final=plain_sum) if self._passes_on else form, model)
         if isinstance(self._inbox, HiddenInbox):
-            form = Forward(self._inbox.start, form.ops, form.final, form.logits, form.end)
+            form = replace(form, start=self._inbox.start)
         return form

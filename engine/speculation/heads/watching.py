@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -61,7 +62,7 @@ def watched(forward: Forward[S, P], model: Model, layers: Sequence[int], see: Se
         else:
             op = ops[index - num_fused]
             ops[index - num_fused] = op._replace(fold=_seen(op.fold, read))
-    return Forward(start, ops, final, forward.logits, forward.end)
+    return replace(forward, start=start, ops=ops, final=final)
 
 
 def _seen_start(start: Callable[[S], Stream[P]], read: Callable[[Tensor], object]) -> Callable[[S], Stream[P]]:
