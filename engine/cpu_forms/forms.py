@@ -133,7 +133,7 @@ def dense(linear: Linear) -> Linear:
     """The dense copy of a quantized layer; others as they are."""
     if linear.dense is None or linear.order is None:
         return linear.dense or linear
-    return linear.dense.changed(order=linear.order)
+    return replace(linear.dense, order=linear.order)
 
 
 def invariant(linear: Linear) -> Linear:
@@ -142,7 +142,7 @@ def invariant(linear: Linear) -> Linear:
     The quantized GEMMs do so by themselves, and so does FBGEMM's float16 one with AVX-512.
     """
     if linear.dense is not None:
-        return linear.changed(dense=None)  # the GEMM of few rows is the same for any number
+        return replace(linear, dense=None)  # the GEMM of few rows is the same for any number
     if linear.gemm is half and not has_bfloat16_gemms():
         return Linear(linear.weight, gemm=lambda _, x: in_threes(linear, x))
     if linear.gemm in (plain, onednn):

@@ -5,8 +5,8 @@ A model is built with plain weights; loaders replace its layers by quantized one
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,32 +20,22 @@ def plain(linear: Linear, x: Tensor) -> Tensor:
     return functional.linear(x, linear.weight, linear.bias)
 
 
+@dataclass(slots=True, eq=False)
 class Linear:
-    """y = x[..., order] W^T + b, computed by the GEMM for the format of W.
+    """y = x[..., order] W^T + b, computed by the GEMM for the format of W."""
 
-    weight: (out, in) in the type of x, or the format that `gemm` reads. scales: of a quantized weight, with its
-    offsets if they are stored together. group_size: columns that share a scale; 0: all. names: the checkpoint's
-    weights that are stacked in W. order: (in,) int64, the column of x that each column of W is multiplied by; None:
-    the same one. dense: the same layer in a form that is faster for more than `max_rows` rows, or None. workspace:
-    of a GEMM that needs one, shared by layers that run one after the other.
-    """
-
-    __slots__ = (
-        "bias", "dense", "gemm", "group_size", "max_rows", "names", "num_columns", "order", "scales", "weight",
-        "workspace",
-    )  # fmt: skip
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, names: tuple[str, ...] = (), *,
-        gemm: Callable[[Linear, Tensor], Tensor] = plain, scales: Tensor | None = None, group_size: int = 0,
-        num_columns: int = 0, dense: Linear | None = None, max_rows: int = 0, workspace: Any = None,
-    ) -> None:  # fmt: skip
-        """num_columns: of x; 0: as many as `weight` has."""
-        self.weight, self.bias, self.names = weight, bias, names
-        self.gemm, self.scales, self.group_size = gemm, scales, group_size
-        self.num_columns = num_columns
-        self.order: Tensor | None = None
-        self.dense, self.max_rows, self.workspace = dense, max_rows, workspace
+    weight: Tensor  # (out, in) in the type of x, or the format that `gemm` reads
+    bias: Tensor | None = None
+    names: tuple[str, ...] = ()  # the checkpoint's weights that are stacked in W
+    _: KW_ONLY
+    gemm: Callable[[Linear, Tensor], Tensor] = plain
+    scales: Tensor | None = None  # of a quantized weight, with its offsets if they are stored together
+    group_size: int = 0  # columns that share a scale; 0: all
+    num_columns: int = 0  # of x; 0: as many as `weight` has
+    order: Tensor | None = None  # int64 (in,), the column of x for each column of W; None: the same one
+    dense: Linear | None = None  # the same layer in a form that is faster for more than `max_rows` rows
+    max_rows: int = 0
+    workspace: Any = None  # of a GEMM that needs one, shared by layers that run one after the other
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.order is not None:
@@ -62,13 +52,6 @@ class Linear:
     def is_plain(self) -> bool:
         """Whether `weight` is W itself, in the type of x and the order of x's columns."""
         return self.gemm is plain and self.order is None
-
-    def changed(self, **attributes: Any) -> Linear:
-        """Return a copy of the layer with other values of these attributes. Weights are shared."""
-        linear = copy.copy(self)
-        for name, value in attributes.items():
-            setattr(linear, name, value)
-        return linear
 
 
 def two_rows_at_least(linear: LinearLayer, x: Tensor) -> Tensor:

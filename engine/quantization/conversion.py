@@ -227,7 +227,7 @@ def linear_of_rows(
         if rows.order is None or not is_stacked:
             made = linears.of_rows(replace(rows, order=None), bias, is_stacked)
         if made is not None:
-            return made if rows.order is None else (made[0].changed(order=rows.order), f"{made[1]} reordered")
+            return made if rows.order is None else (replace(made[0], order=rows.order), f"{made[1]} reordered")
         reason = "other groups or order" if is_stacked else "e4m3" if rows.is_fp8 else "other groups"
         weight = rows.dequantize(dtype)
     plain = Linear(weight, bias)
