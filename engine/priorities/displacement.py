@@ -7,8 +7,8 @@ displaced, so that none gives way in vain.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
 
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
@@ -20,13 +20,12 @@ from kvstore.types import BlockId
 _rank = attrgetter("rank")
 
 
+@dataclass(eq=False)
 class Displacement(Admission):
     """Lets newcomers have the places of requests that give way to them."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._step: ScheduledStep | None = None
-        self._moved: set[Request] = set()  # by this step, which leaves them where it has put them
+    _step: ScheduledStep | None = None
+    _moved: set[Request] = field(default_factory=set)  # by this step, which leaves them where it has put them
 
     def _make_room(self, request: Request, step: ScheduledStep, budget: int) -> int | None:
         """See Admission: preempt requests that give way, or with an empty budget take the row of one of them.
@@ -58,23 +57,23 @@ class Displacement(Admission):
 
         max_tokens: of its first step.
         """
-        running = self._queues.running
+        running = self.queues.running
         missing_seats = self._num_missing_seats()
-        if missing_seats > 0 and not (running and self._order.gives_way(running[-1], request)):
+        if missing_seats > 0 and not (running and self.order.gives_way(running[-1], request)):
             return None  # before its prefix is looked up: under load this is the answer of every step
         missing_blocks = self._num_missing_blocks(request, max_tokens)
         victims: list[Request] = []
         if missing_seats <= 0 and missing_blocks <= 0:
             return victims
-        freed = _FreedBlocks(self._kv, request)
+        freed = _FreedBlocks(self.kv, request)
         for victim in reversed(running):
-            if victim in self._moved or not self._order.gives_way(victim, request):
+            if victim in self._moved or not self.order.gives_way(victim, request):
                 return None
             if victim.prefill_only and is_full(victim):
                 return None  # ends with the step in flight, and its blocks go to a peer
             victims.append(victim)
             missing_seats -= 1
-            missing_blocks -= freed.add(victim) + self._kv.blocks_per_position  # what is kept for it
+            missing_blocks -= freed.add(victim) + self.kv.blocks_per_position  # what is kept for it
             if missing_seats <= 0 and missing_blocks <= 0:
                 return victims
         return None
@@ -82,14 +81,14 @@ class Displacement(Admission):
     def _last_in_step(self, request: Request, step: ScheduledStep) -> Request | None:
         """The least urgent request with a row in this step, if it gives way to `request`."""
         last = max(step.rows, key=_rank, default=None)
-        return last if last is not None and self._order.gives_way(last, request) else None
+        return last if last is not None and self.order.gives_way(last, request) else None
 
 
 class _FreedBlocks:
     """Counts the blocks that `newcomer` could have if requests gave way to it one after the other."""
 
     def __init__(self, kv: KVManager, newcomer: Request) -> None:
-        self._kv, self._pool = kv, kv.pool
+        self.kv, self._pool = kv, kv.pool
         self._counts: Counter[BlockId] = Counter()
         # It shares these already: releasing them gains it nothing.
         is_new = newcomer.status is RequestStatus.WAITING
@@ -97,7 +96,7 @@ class _FreedBlocks:
 
     def add(self, victim: Request) -> int:
         """Number of further blocks that preempting `victim` frees: those without any other reference."""
-        block_ids = self._kv.blocks_of(victim)
+        block_ids = self.kv.blocks_of(victim)
         self._counts.update(block_ids)
         return sum(
             1

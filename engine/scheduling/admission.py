@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.kv.manager import KVManager
 from engine.request import Request, RequestStatus
@@ -15,28 +16,18 @@ RowTokens = Callable[[Request, int], int]
 """(request, budget) -> number of tokens of its row in the next step."""
 
 
+@dataclass(eq=False)
 class Admission:
     """Starts requests in the order of service while the step, the batch and the block pool have room."""
 
-    def __init__(
-        self,
-        queues: RequestQueues,
-        kv: KVManager,
-        order: ServiceOrder,
-        remote_kv: RemoteKv,
-        max_num_seqs: int,
-        row_tokens: RowTokens,
-        cuts_prompts: bool,
-    ) -> None:
-        """cuts_prompts: whether a prompt may be computed in several steps; else it starts once it fits into one."""
-        self.num_preemptions = 0
-        self._queues = queues
-        self._kv = kv
-        self._order = order
-        self._remote_kv = remote_kv
-        self._max_num_seqs = max_num_seqs
-        self._row_tokens = row_tokens
-        self._cuts_prompts = cuts_prompts
+    queues: RequestQueues
+    kv: KVManager
+    order: ServiceOrder
+    remote_kv: RemoteKv
+    max_num_seqs: int
+    row_tokens: RowTokens
+    cuts_prompts: bool  # whether a prompt may be computed in several steps; else it starts once it fits into one
+    num_preemptions: int = 0
 
     def admit(self, step: ScheduledStep, budget: int) -> None:
         """Start swapped and waiting requests until one of them has to wait. budget: tokens that the step has left.
@@ -45,13 +36,13 @@ class Admission:
         """
         while (request := self._first_in_line()) is not None and self._is_admitted(request):
             is_cut = request.num_uncomputed_tokens > budget
-            if request.num_pending_tokens or (is_cut and not self._cuts_prompts):
+            if request.num_pending_tokens or (is_cut and not self.cuts_prompts):
                 return
             tokens_left = self._make_room(request, step, budget)
             if tokens_left is None:
                 return
             if request.status is RequestStatus.SWAPPED:
-                self._kv.swap_in(request, step)
+                self.kv.swap_in(request, step)
                 budget = tokens_left - self._run(request, step, min(tokens_left, max(budget, 1)))
             else:
                 budget = tokens_left - self._start(request, step, tokens_left)
@@ -61,24 +52,24 @@ class Admission:
         row = step.rows.pop(victim, None)
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self._queues.forget(victim)
-        if self._kv.swap_out(victim, step):
-            self._queues.move(victim, RequestStatus.SWAPPED)
+        self.queues.forget(victim)
+        if self.kv.swap_out(victim, step):
+            self.queues.move(victim, RequestStatus.SWAPPED)
         else:
-            self._kv.release(victim, is_used=True)
+            self.kv.release(victim, is_used=True)
             victim.num_computed_tokens = 0
-            self._queues.move(victim, RequestStatus.WAITING)
+            self.queues.move(victim, RequestStatus.WAITING)
         return 0 if row is None else row.num_tokens
 
     def _first_in_line(self) -> Request | None:
         """Return the next request: swapped requests precede waiting ones, unless they would give way to them."""
-        waiting, swapped = self._queues.waiting, self._queues.swapped
-        if not swapped or (waiting and self._order.gives_way(swapped[0], waiting[0])):
+        waiting, swapped = self.queues.waiting, self.queues.swapped
+        if not swapped or (waiting and self.order.gives_way(swapped[0], waiting[0])):
             return waiting[0] if waiting else None
         return swapped[0]
 
     def _is_admitted(self, request: Request) -> bool:
-        return not self._queues.num_active or self._order.admits(request, self._queues, self._kv)
+        return not self.queues.num_active or self.order.admits(request, self.queues, self.kv)
 
     def _make_room(self, request: Request, step: ScheduledStep, budget: int) -> int | None:
         """Return the tokens that `step` has left for `request`; None: it has to wait. budget: tokens left now.
@@ -92,15 +83,15 @@ class Admission:
 
     def _num_missing_seats(self) -> int:
         """Return how many requests have to leave before another one can start; zero or less: none."""
-        return self._queues.num_active + 1 - self._max_num_seqs
+        return self.queues.num_active + 1 - self.max_num_seqs
 
     def _num_missing_blocks(self, request: Request, max_tokens: int) -> int:
         """Return how many blocks to free before `request` can start; negative: so many are spare.
 
         A block of each KV group is kept for each running request, whose next token would else preempt the new one.
         """
-        kv = self._kv
-        num_spare = kv.pool.num_available - len(self._queues.running) * kv.blocks_per_position
+        kv = self.kv
+        num_spare = kv.pool.num_available - len(self.queues.running) * kv.blocks_per_position
         num_blocks = kv.num_blocks_for(request.num_tokens)
         if num_blocks <= num_spare:  # it fits without caches, and looking up a long prompt means 1,000 blocks
             return num_blocks - num_spare
@@ -114,22 +105,22 @@ class Admission:
     def _start(self, request: Request, step: ScheduledStep, budget: int) -> int:
         """Give a waiting request its cached prefix and a row, or start its load. Returns the tokens of the row."""
         reusable = request.num_reusable_tokens
-        num_cached = self._kv.attach_cached(request, reusable)
+        num_cached = self.kv.attach_cached(request, reusable)
         if request.kv_source is not None:
-            num_kept = self._remote_kv.start_load(request, num_cached)
+            num_kept = self.remote_kv.start_load(request, num_cached)
             if num_kept is not None:
                 self._count_cache_use(request, num_kept)
                 return 0
-        num_cached += self._kv.attach_from_host(request, reusable, step)
+        num_cached += self.kv.attach_from_host(request, reusable, step)
         self._count_cache_use(request, num_cached)
         request.num_computed_tokens = num_cached
         return self._run(request, step, budget)
 
     def _run(self, request: Request, step: ScheduledStep, budget: int) -> int:
-        num_new = 0 if request.is_held else self._row_tokens(request, budget)
-        grown = self._kv.grow(request, request.num_computed_tokens + num_new)
+        num_new = 0 if request.is_held else self.row_tokens(request, budget)
+        grown = self.kv.grow(request, request.num_computed_tokens + num_new)
         assert grown, "_make_room has checked the room"
-        self._queues.move(request, RequestStatus.RUNNING)
+        self.queues.move(request, RequestStatus.RUNNING)
         if num_new:  # else it is held, or its load became unnecessary and the step is full
             step.add_row(request, num_new)
         return num_new
@@ -137,5 +128,5 @@ class Admission:
     def _count_cache_use(self, request: Request, num_cached: int) -> None:
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
-            self._kv.stats.queried_tokens += request.num_prompt_tokens
-            self._kv.stats.hit_tokens += request.num_cached_tokens
+            self.kv.stats.queried_tokens += request.num_prompt_tokens
+            self.kv.stats.hit_tokens += request.num_cached_tokens
