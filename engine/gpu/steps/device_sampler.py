@@ -82,12 +82,8 @@ def _numbers_of(fresh: Sequence[tuple[int, RequestState]]) -> Any:
     params = [request.params for _, request in fresh]
     fractions = np.array([(each.temperature, each.top_p, each.min_p) for each in params], np.float32)
     numbers = np.empty((2 + NUM_FRACTIONS + 2, len(params)), np.int64)
-    numbers[:2] = [row for row, _ in fresh], [_signed64(each.seed or 0) for each in params]
+    seeds = np.array([each.seed or 0 for each in params], np.uint64)
+    numbers[:2] = [row for row, _ in fresh], seeds.view(np.int64)
     numbers[2 : 2 + NUM_FRACTIONS] = fractions.view(np.int32).T
     numbers[-2:] = [each.top_k for each in params], [each.truncates for each in params]
     return numbers
-
-
-def _signed64(value: int) -> int:
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >= 1 << 63 else value
