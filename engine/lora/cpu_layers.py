@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cpu.batch import StepBatch
-from engine.cpu.forward import CpuForward, for_ranks
+from engine.cpu.forward import CpuForward
 from engine.cpu_forms.forms import FormsByRows, Rows, lower_model, with_linears_for
 from engine.layers.linear import Linear
 from engine.lora.reader import AdapterWeights, LowRank
@@ -121,9 +121,7 @@ class AdaptedForwards(FormsByRows):
         super().__init__(model, ranks, batch_invariant)
         self._rows = rows
         models = {kind: with_adapters(with_linears_for(model, kind, batch_invariant), rows) for kind in Rows}
-        self._adapted = {
-            kind: for_ranks(lower_model(adapted, kind, ranks), adapted, ranks) for kind, adapted in models.items()
-        }
+        self._adapted = {kind: lower_model(adapted, kind, ranks) for kind, adapted in models.items()}
 
     def change(self, change: Callable[[CpuForward], CpuForward]) -> None:
         """See CpuForwards."""
