@@ -16,10 +16,9 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, UnsupportedModelError
 from common.text.chat_template import NEW_ANSWER, NO_TEXT, ChatTemplate, TemplateUse
 from common.text.detokenizer import Detokenizer, TokenTable
-from common.wings import require_wing
 
 
 class Tokenizer:
@@ -165,9 +164,11 @@ class Tokenizer:
         return table
 
     def _piece_bytes_function(self) -> Any:
-        """Return the function from token id to bytes. Raises ConfigError for unknown kinds of decoder."""
+        """Return the function from token id to bytes. Raises UnsupportedModelError for unknown kinds of decoder."""
+        to_text = self._backend.id_to_token
+        added = frozenset(self._backend.get_added_tokens_decoder())
         if isinstance(self._backend.decoder, decoders.ByteLevel):
-            to_text, byte_of = self._backend.id_to_token, byte_level_alphabet().__getitem__
+            byte_of = byte_level_alphabet().__getitem__
 
             def byte_level(token_id: int) -> bytes | None:
                 text = to_text(token_id)
@@ -179,10 +180,21 @@ class Tokenizer:
                     return text.encode()
 
             return byte_level
-        require_wing("common.text.sentencepiece", "a tokenizer that is not byte-level")
-        from common.text.sentencepiece import piece_bytes_of
+        if "▁" in repr(self._backend.decoder):
 
-        return piece_bytes_of(self._backend)
+            def sentencepiece(token_id: int) -> bytes | None:
+                text = to_text(token_id)
+                if text is None:
+                    return None
+                if token_id not in added and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text):
+                    return bytes([int(text[3:5], 16)])
+                return (text if token_id in added else text.replace("▁", " ")).encode()
+
+            return sentencepiece
+        raise UnsupportedModelError(
+            f"the tokenizer's decoder ({type(self._backend.decoder).__name__}) is neither byte-level "
+            "nor SentencePiece"
+        )
 
 
 def byte_level_alphabet() -> dict[str, int]:
