@@ -21,14 +21,15 @@ from kernels.gpu.launch import overlaps_launches, wait_for_predecessor
 MAX_ROWS = 64
 
 
-@triton.jit(do_not_specialize=["M"])
-def _gated_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, K, x_stride,
-    HAS_BIAS: tl.constexpr, IS_GELU: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+@triton.jit
+def gate_and_up(
+    x_ptr, weight_ptr, rows, columns, M, N, K, x_stride, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.arange(0, BLOCK_M)
+    """Wait for the previous kernel, then multiply x by the rows `columns` of both weights: (BLOCK_N, BLOCK_M) each.
+
+    EVEN: no tile is partial.
+    """
     inside = (columns < N)[:, None]
     has_row = (rows < M)[:, None]
     x_rows = x_ptr + rows[:, None] * x_stride
@@ -48,6 +49,21 @@ def _gated_kernel(
             x = tl.trans(tl.load(x_rows + ks[None, :], mask=has_row & (ks < K)[None, :], other=0.0))
             gate = tl.dot(tl.load(gate_rows + ks[None, :], mask=exists, other=0.0), x, gate, input_precision="ieee")
             up = tl.dot(tl.load(up_rows + ks[None, :], mask=exists, other=0.0), x, up, input_precision="ieee")
+    return gate, up
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, K, x_stride,
+    HAS_BIAS: tl.constexpr, IS_GELU: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
+    inside = (columns < N)[:, None]
+    gate, up = gate_and_up(
+        x_ptr, weight_ptr, rows, columns, M, N, K, x_stride, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, OVERLAPS
+    )
     if HAS_BIAS:
         gate += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + N + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementwise.silu_mul import gate_times
-from kernels.gpu.launch import FastLaunch, overlaps_launches, wait_for_predecessor
+from kernels.gpu.few_rows.gated_gemm import gate_and_up
+from kernels.gpu.launch import FastLaunch, overlaps_launches
 from kernels.gpu.lora.low_rank import BLOCK_RANKS, LowRankConfig, SlotWeights
 from kernels.gpu.lora.row_tiles import NOTHING, RowTiles
 
@@ -79,24 +80,9 @@ def _gated_rows_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
     inside = (columns < N)[:, None]
-    has_row = (rows < M)[:, None]
-    x_rows = x_ptr + rows[:, None] * x_stride
-    gate_rows = weight_ptr + columns.to(tl.int64)[:, None] * K
-    up_rows = gate_rows + N.to(tl.int64) * K
-    wait_for_predecessor(OVERLAPS)
-    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        ks = first + tl.arange(0, BLOCK_K)
-        if EVEN:
-            x = tl.trans(tl.load(x_rows + ks[None, :], mask=has_row, other=0.0))
-            gate = tl.dot(tl.load(gate_rows + ks[None, :]), x, gate, input_precision="ieee")
-            up = tl.dot(tl.load(up_rows + ks[None, :]), x, up, input_precision="ieee")
-        else:
-            exists = inside & (ks < K)[None, :]
-            x = tl.trans(tl.load(x_rows + ks[None, :], mask=has_row & (ks < K)[None, :], other=0.0))
-            gate = tl.dot(tl.load(gate_rows + ks[None, :], mask=exists, other=0.0), x, gate, input_precision="ieee")
-            up = tl.dot(tl.load(up_rows + ks[None, :], mask=exists, other=0.0), x, up, input_precision="ieee")
+    gate, up = gate_and_up(
+        x_ptr, weight_ptr, rows, columns, M, N, K, x_stride, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, OVERLAPS
+    )
     if HAS_BIAS:
         gate += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + N + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
