@@ -12,6 +12,7 @@ from kernels.gpu.elementwise.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.elementwise.silu_mul import silu_mul
 from kernels.gpu.few_rows.few_row_tuning import FUSED_GEMV, GEMV
 from kernels.gpu.few_rows.gemv import gemv
+from kernels.gpu.tuning import found
 
 LAYERS = {"qwen2.5-7b": (3584, 3584, 18944, 4608), "qwen3-0.6b": (1024, 2048, 3072, 4096)}
 
@@ -23,12 +24,13 @@ def layer_seconds(hidden: int, heads: int, inner: int, qkv: int, is_fused: bool)
     layers = [[torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for n, k in shapes] for _ in range(count)]
     residual, attended = (torch.randn(1, n, device="cuda").bfloat16() for n in (hidden, heads))
     norm = torch.ones(hidden, device="cuda").bfloat16()
-    q, o, g, d = (GEMV.find(1, *shape) or FUSED_GEMV for shape in shapes)
+    of_shapes = [found(FUSED_GEMV.find(1, *shape)) for shape in shapes]
+    q, o, g, d = (GEMV.find(1, *shape) or fused for shape, fused in zip(shapes, of_shapes, strict=True))
 
     def fused(weights: list[Tensor]) -> None:
-        gemv(residual, weights[0], None, FUSED_GEMV, norm, 1e-6)
+        gemv(residual, weights[0], None, of_shapes[0], norm, 1e-6)
         gemv(attended, weights[1], None, o, added_to=residual)
-        inner_row = gemv(residual, weights[2], None, FUSED_GEMV, norm, 1e-6, is_gated=True)
+        inner_row = gemv(residual, weights[2], None, of_shapes[2], norm, 1e-6, is_gated=True)
         gemv(inner_row, weights[3], None, d, added_to=residual)
 
     def plain(weights: list[Tensor]) -> None:

@@ -10,6 +10,7 @@ from kernels.gpu.few_rows.gated_gemm import gated_linear
 from kernels.gpu.few_rows.gemv import gemv
 from kernels.gpu.few_rows.skinny_gemm import skinny_gemm
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
+from kernels.gpu.tuning import found
 
 
 def gemm(layer: Linear, num_rows: int, workspace: SplitKWorkspace) -> LinearLayer | None:
@@ -31,7 +32,8 @@ def gated_gemm(gate_up: Linear, num_rows: int, is_gelu: bool) -> LinearLayer | N
         return None
     n, k = gate_up.weight.shape
     if num_rows == 1 and gate_up.bias is None:
-        return partial(gemv, weight=gate_up.weight, bias=None, config=FUSED_GEMV, is_gated=True, is_gelu=is_gelu)
+        row = found(FUSED_GEMV.find(1, n, k))
+        return partial(gemv, weight=gate_up.weight, bias=None, config=row, is_gated=True, is_gelu=is_gelu)
     config = SKINNY_GATED.find(num_rows, n // 2, k)
     if config is None:
         return None

@@ -17,6 +17,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import Mlp
 from kernels.gpu.few_rows.few_row_tuning import FUSED_GEMV
 from kernels.gpu.few_rows.gemv import gemv
+from kernels.gpu.tuning import found
 
 ONE_ROW = "one row"
 
@@ -47,7 +48,8 @@ def nothing_pending(residual: Tensor, pending: Pending | None) -> Tensor:
 
 
 def bound_gemv(layer: Linear) -> partial[Tensor]:
-    return partial(gemv, weight=layer.weight, bias=layer.bias, config=FUSED_GEMV)
+    config = found(FUSED_GEMV.find(1, *layer.weight.shape))
+    return partial(gemv, weight=layer.weight, bias=layer.bias, config=config)
 
 
 def is_one_row(block: Block, target: Target) -> bool:

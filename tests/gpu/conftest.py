@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     from tests.kernels.interpreter import take_short_cuts
 
     take_short_cuts()
-from kernels.gpu.few_rows.gemm_configs import GemvConfig
+from kernels.gpu.few_rows.gemm_configs import GemmTable, GemvConfig
 from kernels.gpu.tuning import RopeConfig, Rule, Table
 from tests.gpu.models import save_tiny_model
 from tests.gpu.row_kernels import compute_rows_at_once
@@ -30,7 +30,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return
     monkeypatch.setattr("kernels.gpu.elementwise.rope.ROPE", Table(Rule(RopeConfig(64, 8, 4))))
-    one_row = GemvConfig(128, 128, num_warps=1, num_stages=1)
+    one_row = GemmTable(Rule(GemvConfig(128, 128, num_warps=1, num_stages=1)))
     for module in "one_row", "gemms":
         monkeypatch.setattr(f"engine.few_rows.{module}.FUSED_GEMV", one_row)
     monkeypatch.setattr("kernels.gpu.quantization.packed_gemm.DEQUANTIZED_ROWS", 1024)
