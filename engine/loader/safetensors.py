@@ -27,6 +27,8 @@ class StoredTensor:
     path: Path
     shape: Shape
     type_name: str
+    first_byte: int  # in the file
+    end_byte: int
 
 
 class SafetensorsWeights(PartSource):
@@ -130,7 +132,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             ):
                 if not 0 <= first <= end <= data_bytes:
                     raise ConfigError(f"{path.name} is cut off or damaged: {name} does not lie inside it")
-                tensors[name] = StoredTensor(path, tuple(shape), type_name)
+                tensors[name] = StoredTensor(path, tuple(shape), type_name, 8 + length + first, 8 + length + end)
             case _:
                 raise ConfigError(f"{path.name}: the header is damaged at {name[:100]!r}")
     return tensors

@@ -10,11 +10,12 @@ import torch
 
 from common.errors import ConfigError
 from common.lora.adapter_ref import AdapterRef
+from engine.lora.gpu_file import GpuFile
 from engine.lora.layers import Layer, Layers
 from engine.lora.reader import AdapterFile
 from engine.lora.store import AdapterStore
 from engine.request import Request
-from kernels.gpu.lora.low_rank import SlotWeights
+from kernels.gpu.lora.low_rank import MAX_MODULES, SlotWeights
 
 NEVER = -1
 
@@ -32,23 +33,27 @@ class GpuSlots:
         sizes = len(layers.tokens), (0, layers.hidden_size)
         self.embedding = SlotWeights.empty(count, max_rank, *sizes, dtype, device) if layers.embedding else None
         self._device, self._dtype = device, dtype
+        self._file = GpuFile(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def fill(self, slot: int, file: AdapterFile) -> None:
         """Read the adapter into the slot, from any thread. Parts that it lacks get rank 0. Raises ConfigError."""
         with torch.cuda.stream(self._stream):  # no effect on a CPU
-            read = file.read_parts(self._device, self._dtype)
-            for weights, parts in zip((*self.layers, self.embedding), read, strict=True):
+            read = file.read_parts(self._file.copy, self._dtype)
+            ranks = torch.zeros(len(read), MAX_MODULES, dtype=torch.int32)
+            for layer, parts in enumerate(read):
+                for part in parts:
+                    ranks[layer, part.number] = part.a.shape[0]
+            of_layers = ranks.to(self._device)
+            for weights, parts, own in zip((*self.layers, self.embedding), read, of_layers, strict=True):
                 if weights is None:
                     continue
-                ranks = torch.zeros(weights.ranks.shape[1], dtype=torch.int32)
                 for part in parts:
                     rank, rows = part.a.shape[0], slice(part.first, part.first + part.b.shape[0])
-                    ranks[part.number] = rank
                     weights.a[slot, part.number, :rank] = part.a
-                    weights.b[slot, :rank, rows] = part.b.T.float() * part.scale
-                weights.ranks[slot] = ranks.to(self._device)
+                    torch.mul(part.b.T, part.scale, out=weights.b[slot, :rank, rows])
+                weights.ranks[slot] = own[: weights.ranks.shape[1]]
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -7,9 +7,10 @@ Modules that are one layer here become one pair: their As are concatenated, thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from engine.lora.layers import Layer, Layers, Module
 
 PREFIX = "base_model.model."
 A, B, EMBEDDING_A, EMBEDDING_B = ".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B"
+Copy = Callable[[Path, Iterable[StoredTensor]], Sequence[Tensor]]
 PARTNERS = {A: B, B: A, EMBEDDING_A: EMBEDDING_B, EMBEDDING_B: EMBEDDING_A}
 
 
@@ -116,21 +118,22 @@ class AdapterFile:
     @torch.inference_mode()
     def read(self, dtype: torch.dtype) -> AdapterWeights:
         """Read all weights on the CPU. Raises ConfigError for an unreadable file."""
-        tensors = self._tensors(torch.device("cpu"))
+        tensors = self._tensors()
         pairs = [self._pair(layer, self._parts(layer, tensors), dtype) for layer in self._layers.linears]
         embedding = None
         for part in self._embedding_parts(tensors):
             embedding = LowRank(part.a.to(dtype), (part.b.float() * part.scale).to(dtype))
         return AdapterWeights(tuple(pairs), embedding)
 
-    def read_parts(self, device: torch.device, dtype: torch.dtype) -> list[list[ModulePart]]:
+    def read_parts(self, copy: Copy, dtype: torch.dtype) -> list[list[ModulePart]]:
         """Read the parts of each linear layer, separately for its modules; last those of the embedding, whose `a` is
         (rank, vocab).
 
         Raises ConfigError, also for weights that are infinite or undefined in `dtype`, on all ranks alike: kernels
         multiply them by zeros for rows without this adapter.
         """
-        tensors = self._tensors(device)
+        stored = [found for _, found in self._stored.values()]
+        tensors = dict(zip(self._stored, copy(self._path, stored), strict=True))
         read = [*(self._parts(layer, tensors) for layer in self._layers.linears), self._embedding_parts(tensors)]
         largest = float(get_total_norm(tensors.values(), inf))
         scale = max((abs(part.scale) for parts in read for part in parts), default=0.0)
@@ -138,11 +141,11 @@ class AdapterFile:
             raise ConfigError(f"{self._path} holds weights that are infinite or undefined")
         return read
 
-    def _tensors(self, device: torch.device) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(self._path, framework="pt", device=str(device)) as file:
+            with safe_open(self._path, framework="pt") as file:
                 return {name: file.get_tensor(stored) for name, (stored, _) in self._stored.items()}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self._path} is damaged or cannot be read") from error
