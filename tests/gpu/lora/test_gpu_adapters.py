@@ -23,7 +23,7 @@ from engine.config import GpuConfig, Stage
 from engine.engine import Engine
 from engine.gpu.runner import GpuRunner
 from engine.loader.load import load_model
-from engine.lora import gpu_layers
+from engine.lora import gpu_adapters, gpu_layers
 from engine.lora.adapters import open_adapters
 from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters
 from engine.lora.gpu_slots import SlotStore
@@ -167,7 +167,7 @@ def test_a_batch_of_adapters_equals_merged_models(
 def test_gate_and_up_in_one_kernel_with_adapters_and_activation(
     model: Path, adapters: list[Path], known: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As wide layers of 16 bits have it in steps of 32 to 64 rows."""
+    """As wide layers of 16 bits have it in steps of up to 64 rows."""
     first, second, third = adapters
     asked = [*zip(PROMPTS, (first, None, second, third), strict=True), (PROMPTS[0], second), (PROMPTS[0], None)]
     steps: list[int] = []
@@ -246,6 +246,8 @@ def open_ranks(
         return run_one(own, part, pool, slots, config, ranks, gpu=gpu, max_model_len=length)
 
     monkeypatch.setattr(engine.lora.adapters, "CpuAdapters", of_part)
+    for kind in ("GpuAdapters", "FollowedGpuAdapters"):
+        monkeypatch.setattr(gpu_adapters, kind, of_part)
     monkeypatch.setattr(engine.assembly, "adapters_of", of_first)
     monkeypatch.setattr(test_pipeline_parallel, "GpuRunner", of_rank)
     monkeypatch.setattr(GpuAdapters, "runner", lambda _, *held, **sized: engine.assembly._make_runner(*held, *sized))
