@@ -1,8 +1,8 @@
 """A model on a GPU whose layers add the adapters of a step's rows, and the lists of these rows.
 
-Its layers have another GEMM: shrink before the base GEMM, expand after it. They do not count as plain, so no op fuses
-them with what follows, except gate and up, whose GEMM applies adapters and activation in steps of 32 to 64 rows. If
-adapters may change the embedding, its lookup is not fused with the first norm either.
+Its layers have another GEMM. Up to 64 rows of 16-bit weights take a shrink and a GEMM that adds the adapters, and for
+gate and up the activation; others take shrink, base GEMM and expand. These layers do not count as plain, so no op
+fuses them with what follows. If adapters may change the embedding, its lookup is not fused with the first norm.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from engine.gpu.pinning import upload
 from engine.layers.linear import Linear, LinearLayer
 from engine.lora.gpu_slots import GpuSlots
 from engine.models.model import Model
-from kernels.gpu.lora.gated_rows import GATED, gated_rows, takes_gated_rows
+from kernels.gpu.few_rows.split_k import SplitKWorkspace
+from kernels.gpu.lora.adapted_gemm import MAX_ROWS, adapted_gemm, gemm_config_of
+from kernels.gpu.lora.gated_rows import gated_rows, takes_gated_rows
 from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import SlotWeights, config_of, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles, tile_rows
+from kernels.gpu.lora.tile_shrink import tile_shrink
 
 
 class StepTiles:
@@ -147,13 +150,14 @@ class AdaptedModel(Model):
 def with_slots(model: Model, slots: GpuSlots, tiles: AdapterTiles) -> Model:
     """Return the model with layers that add adapters, with shared weights."""
     values = {each.name: getattr(model, each.name) for each in fields(Model)}
-    adapted, workspace = AdaptedModel(**values, slots=slots, tiles=tiles.tokens), workspace_on(model.embedding.device)
+    adapted, device = AdaptedModel(**values, slots=slots, tiles=tiles.tokens), model.embedding.device
+    workspaces = workspace_on(device), SplitKWorkspace(device)
     adapted.blocks = [block.copy() for block in model.blocks]
     *of_blocks, (_, of_head) = zip(adapted.linears(), slots.layers, strict=True)
     for ref, weights in of_blocks:
         if weights is not None:
-            plain = partial(_gemm, ref.layer, tiles.tokens, workspace)
-            ref.replace(AdaptedLinear(ref.layer, weights, tiles.tokens, plain))
+            plain = partial(_gemm, ref.layer, tiles.tokens, workspaces[0])
+            ref.replace(AdaptedLinear(ref.layer, weights, tiles.tokens, plain, workspaces))
     if tiles.head is not None and of_head is not None:
         adapted.head = AdaptedLinear(model.head, of_head, tiles.head, model.head)
     return adapted
@@ -164,16 +168,29 @@ def _gemm(base: Linear, tiles: StepTiles, workspace: Any, x: Tensor) -> Tensor:
 
 
 class AdaptedLinear(Linear):
-    """A layer, which `plain` computes, plus its adapters."""
+    """A layer, which `plain` computes, plus its adapters.
 
-    __slots__ = ("_base", "_plain", "_tiles", "_weights")
+    workspaces: of GEMMs and of shrinks, which overlap; None: base GEMM and adapters stay apart.
+    """
 
-    def __init__(self, base: Linear, weights: SlotWeights, tiles: StepTiles, plain: LinearLayer) -> None:
+    __slots__ = ("_base", "_config", "_plain", "_tiles", "_weights", "_workspaces")
+
+    def __init__(
+        self, base: Linear, weights: SlotWeights, tiles: StepTiles, plain: LinearLayer,
+        workspaces: tuple[SplitKWorkspace, SplitKWorkspace] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(base.weight, gemm=self._add)
         self._base, self._weights, self._tiles, self._plain = base, weights, tiles, plain
+        self._workspaces = workspaces if base.is_plain else None
+        self._config = gemm_config_of(weights)
 
     def _add(self, _: Linear, x: Tensor) -> Tensor:
-        own, weights, config = self._tiles.of(x.shape[0]), self._weights, config_of(self._weights)
+        own, weights, base = self._tiles.of(x.shape[0]), self._weights, self._base
+        if self._workspaces and self._config and x.shape[0] <= MAX_ROWS and not self._tiles.has_prompts:
+            for_gemm, for_shrink = self._workspaces
+            h = tile_shrink(x, weights, own, for_shrink)
+            return adapted_gemm(x, base.weight, base.bias, h, weights, own, for_gemm, self._config)
+        config = config_of(weights)
         h = shrink(x, weights, own, config)
         y = self._plain(x)
         expand(y, h, weights, own, config)
@@ -181,13 +198,13 @@ class AdaptedLinear(Linear):
 
     def gated(self, num_rows: int, is_gelu: bool) -> LinearLayer | None:
         """See Linear."""
-        base, weights = self._base, self._weights
-        if not base.is_plain or not takes_gated_rows(num_rows, weights):
+        base, weights, workspaces = self._base, self._weights, self._workspaces
+        if workspaces is None or not takes_gated_rows(num_rows, weights):
             return None
 
         def run(x: Tensor) -> Tensor:
             own = self._tiles.of(x.shape[0])
-            h = shrink(x, weights, own, GATED)
+            h = tile_shrink(x, weights, own, workspaces[1])
             return gated_rows(x, base.weight, base.bias, h, weights, own, is_gelu)
 
         return run

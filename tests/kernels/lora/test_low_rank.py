@@ -8,9 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from kernels.gpu.lora.gated_rows import gated_rows
 from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import LowRankConfig, SlotWeights, expand, low_rank_reference, shrink, strip_of_modules
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles, tile_rows
@@ -113,39 +111,6 @@ def test_parts_of_wider_tensors(device: torch.device) -> None:
     assert torch.equal(wide_y[:, 58:], before[:, 58:])
 
 
-@pytest.mark.parametrize(("num_rows", "num_own"), [(1, 1), (37, 37), (64, 9)])
-@pytest.mark.parametrize(("max_rank", "k", "n"), [(16, 64, 64), (40, 136, 72)])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_gate_and_up_with_adapters(
-    num_rows: int, num_own: int, max_rank: int, k: int, n: int, has_bias: bool, device: torch.device
-) -> None:  # fmt: skip
-    """num_own: rows that have adapters, or none, in turn; all others have the same one, in several tiles."""
-    own = weights(max_rank, k, (0, n, 2 * n), HALF_DTYPE, device)
-    x = torch.randn(num_rows, k, device=device).to(HALF_DTYPE)
-    weight = (torch.randn(2 * n, k, device=device) * k**-0.5).to(HALF_DTYPE)
-    bias = torch.randn(2 * n, device=device).to(HALF_DTYPE) if has_bias else None
-    slots = [*slots_of(num_own, seed=num_rows), *[2] * (num_rows - num_own)]
-    tiles = on(device, slots)
-    plain = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    gate, up = reference(plain, x, own, slots).chunk(2, dim=1)
-    y = gated_rows(x, weight, bias, shrink(x, own, tiles, SMALL), own, tiles)
-    assert relative_error(y, functional.silu(gate) * up) < 2 * BFLOAT16_BOUND
-
-
-def test_gate_and_up_of_a_row_do_not_depend_on_other_rows(device: torch.device) -> None:
-    own = weights(16, 64, (0, 32, 64), HALF_DTYPE, device)
-    x, weight = (torch.randn(size, 64, device=device).to(HALF_DTYPE) for size in (40, 64))
-    slots = [row % (NUM_SLOTS + 1) - 1 for row in range(40)]
-
-    def run(rows: list[int]) -> Tensor:
-        picked, tiles = x[rows], on(device, [slots[row] for row in rows])
-        return gated_rows(picked, weight, None, shrink(picked, own, tiles, SMALL), own, tiles)
-
-    together = run([*range(40)])
-    some = [3, 39, 8, 0, *range(9, 38)]  # as many as take the same tiles of rows
-    assert torch.equal(run(some), together[some])
-
-
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     own, tiles = weights(8, 64, (0, 48), torch.float32, device), on(device, [0])
     x, y = torch.zeros(1, 64, device=device), torch.zeros(1, 40, device=device)
@@ -155,8 +120,6 @@ def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
         expand(y, shrink(x, own, tiles, SMALL), own, tiles, SMALL)
     with pytest.raises(ValueError, match="cannot be one layer's"):
         strip_of_modules((0, 24, 48), 128)
-    with pytest.raises(ValueError, match="do not fit adapters"):
-        gated_rows(x, torch.zeros(48, 64, device=device), None, torch.zeros(1, 1, 1, 8), own, tiles)
     assert strip_of_modules((0, 3584, 4096, 4608), 128) == 128
     assert strip_of_modules((0, 96, 128), 128) == 32
     assert strip_of_modules((0, 100), 512) == 512
