@@ -33,8 +33,8 @@ def shortened(vector: Vector, dimensions: int | None = None, normalizes: bool = 
 
 
 def cosine(one: Vector, other: Vector) -> float:
-    """Return the cosine similarity of two vectors of length 1."""
-    return float(sum(map(mul, one, other)))
+    """Return the cosine similarity of two vectors of length 1, from -1 to 1 even where the sum is rounded up."""
+    return min(max(float(sum(map(mul, one, other))), -1.0), 1.0)
 
 
 def as_base64(vector: Vector) -> str:

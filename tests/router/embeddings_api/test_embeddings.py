@@ -318,6 +318,13 @@ async def test_scores(left: Any, right: Any, pairs: list[tuple[str, str]], names
         assert answer["usage"]["total_tokens"] == sum(len(ids_of(text)) for text in [*left, *right])
 
 
+async def test_scores_of_equal_and_of_opposite_texts_do_not_exceed_one() -> None:
+    signs = {ids_of("a")[-1]: 1.0, ids_of("b")[-1]: -1.0}
+    async with pooling(vector=lambda ids: [signs[ids[-1]]] * 3) as c:  # of length 1 its square is 1.0000000000000002
+        answer = (await c.http.post("/v1/score", json={"text_1": "a", "text_2": ["a", "b"]})).json()
+        assert [each["score"] for each in answer["data"]] == [1.0, -1.0]
+
+
 async def test_reranking() -> None:
     async with pooling(vector=at_an_angle) as c:
         body: dict[str, Any] = {"query": "a", "documents": ["d", {"text": "b", "title": "B"}, "c"]}
