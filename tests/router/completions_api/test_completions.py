@@ -9,7 +9,7 @@ import pytest
 from protos import types_pb2 as pb
 from router.api.text import ChoiceResult
 from router.completions_api.renderer import best_results
-from tests.harness.router import Cluster, cluster, text_of
+from tests.harness.router import DRY_RUN, Cluster, cluster, text_of
 from tests.harness.scripted_worker import Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -82,6 +82,21 @@ async def test_log_probabilities_may_name_token_ids() -> None:
         assert choice["text"] == "xyabc"
         plain = (await c.complete("xy", logprobs=1, max_tokens=3)).json()["choices"][0]["logprobs"]
         assert plain["tokens"] == ["a", "b", "c"]
+
+
+async def test_offsets_count_characters_of_the_text_streamed_or_not() -> None:
+    """Several tokens of one character have its offset, and a special token that is skipped adds nothing."""
+    reply = [*"é😀".encode(), DRY_RUN.bos_id, *b"xy"]
+    async with cluster(script=Script(reply=reply)) as c:
+        asked: dict[str, Any] = {"logprobs": 0, "ignore_eos": True, "max_tokens": len(reply)}
+        [choice] = (await c.complete("ü", echo=True, **asked)).json()["choices"]
+        assert choice["text"] == "üé😀xy"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
+        for echo in (False, True):
+            [choice] = (await c.complete("ü", echo=echo, **asked)).json()["choices"]
+            events = await c.events("/v1/completions", prompt="ü", echo=echo, **asked)
+            parts = [event["choices"][0]["logprobs"] for event in events[:-1]]
+            assert [offset for part in parts for offset in part["text_offset"]] == choice["logprobs"]["text_offset"]
 
 
 async def test_best_of_picks_per_prompt_and_numbers_anew() -> None:
