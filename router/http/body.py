@@ -24,6 +24,7 @@ from router.http.errors import HttpError
 B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 16 << 20
 BODY_TIMEOUT_SECONDS = 30.0
+MAX_NAME_CHARS = 64  # of a field, in errors: clients may send names of megabytes
 
 
 async def read_json_object(request: Request) -> dict[str, Any]:
@@ -88,9 +89,9 @@ def _first_error(kind: type[Body], error: ValidationError) -> InvalidRequestErro
     loc = first["loc"]
     if rule := _rule_of_union(kind, loc, first["type"]):
         return rule
-    param = ".".join(str(part) for part in loc) or None
+    param = ".".join(str(part)[:MAX_NAME_CHARS] for part in loc) or None
     if first["type"] == "extra_forbidden":
-        return InvalidRequestError(f"unknown field {param}", param, "unknown_parameter")
+        return InvalidRequestError(f"unknown field {param or repr('')}", param, "unknown_parameter")
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is required", param, "missing_required_parameter")
     if first["type"] == "model_type":  # pydantic's message names our classes

@@ -285,6 +285,13 @@ async def test_a_field_that_nobody_knows_has_a_code_of_its_own(c: Cluster) -> No
     assert error["code"] == "unknown_parameter"
 
 
+async def test_the_name_of_an_unknown_field_is_cut_in_errors(c: Cluster) -> None:
+    error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, "x" * 1_000_000: 1}))
+    assert (error["param"], error["message"]) == ("x" * 64, "unknown field " + "x" * 64)
+    error = await refused(c, CHAT, orjson.dumps({"messages": MESSAGES, "": 1}))
+    assert error["message"] == "unknown field ''"
+
+
 async def test_context_length(c: Cluster) -> None:
     error = await refused(c, CHAT, orjson.dumps({"messages": [{"role": "user", "content": "x" * 600}]}))
     assert error["code"] == "context_length_exceeded"
