@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from common.errors import ConfigError
@@ -143,7 +145,7 @@ def add_arguments(parser: argparse._ActionsContainer, cls: type[Any], without: C
         else:
             parser.add_argument(
                 *names,
-                type=kind,
+                type=_finite if kind is float else kind,
                 default=argparse.SUPPRESS,
                 help=text.replace("%", "%%"),
                 choices=field.metadata.get("choices") or None,
@@ -232,6 +234,15 @@ def _parse(text: str, kind: Any, name: str) -> Any:
             return False
         raise ConfigError(f"{name}={text!r}: expected true or false")
     try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{name}={text!r}: expected {kind.__name__}") from None
+        return _finite(text) if kind is float else kind(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        expected = "a finite number" if kind is float else kind.__name__
+        raise ConfigError(f"{name}={text!r}: expected {expected}") from None
+
+
+def _finite(text: str) -> float:
+    """Parse a float. Raises ArgumentTypeError, which argparse reports as it is, if it is infinite or undefined."""
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
