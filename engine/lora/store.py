@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from common.errors import ConfigError, InvalidRequestError
@@ -77,7 +78,9 @@ class AdapterStore(Generic[T]):
         try:
             file = self._files.get(request.adapter) or self._open(request.adapter)
         except ConfigError as error:
-            raise InvalidRequestError(str(error), "model") from None
+            folder = request.adapter.partition(":")[2]
+            text = str(error).replace(folder, Path(folder).name) if folder else str(error)  # clients see no paths
+            raise InvalidRequestError(text, "model") from None
         if request.params.prompt_logprobs is not None and file.changes_head:
             raise InvalidRequestError(
                 "prompt_logprobs is not supported with an adapter of the output projection (lm_head)",

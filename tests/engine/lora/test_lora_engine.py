@@ -242,7 +242,7 @@ def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert "rank 4, workers were started with --max-lora-rank 3" in refusal(name_of(first))
     assert "does not refer to an adapter" in refusal("poet")
     gone = AdapterRef("0" * 32, tmp_path / "gone")
-    assert "has no adapter_config.json" in refusal(str(gone))
+    assert refusal(str(gone)).startswith("gone has no adapter_config.json")  # without its path, since clients see it
     assert "has changed since it was loaded" in refusal(f"{'0' * 32}:{second}")
     asked = [(PROMPTS[0], second), (PROMPTS[1], None)]
     assert run(engine, asked, GREEDY_8) == merged_answers(tiny, asked)
