@@ -52,15 +52,17 @@ class WorkerConnection:
                 reason = "the worker ended the stream"
             except HandshakeError as error:
                 refused, reason = str(error), ""
-                if refused != link.refused:
-                    logger.error("worker %s refused: %s", link.address, error)
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name.lower().replace('_', ' ')}"
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    refused = error.details() or reason
             except TimeoutError:
                 reason = "no answer"
             except Exception as error:  # noqa: BLE001 - a bug with one report must not lose the worker for good
                 logger.error("the link to worker %s failed\n%s", link.address, traceback_text(error))
                 reason = "internal error"
+            if refused and refused != link.refused:
+                logger.error("worker %s refused: %s", link.address, refused)
             link.refused = refused  # "" for a worker that is merely gone
             was_attached = link.info is not None
             link.lost(reason)

@@ -107,9 +107,9 @@ class ScriptedWorker:
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    async def start(self) -> ScriptedWorker:
+    async def start(self, token: str = "") -> ScriptedWorker:
         """Listen, after `kill` on the same port again."""
-        self.server = RpcServer(self.host, self.port)
+        self.server = RpcServer(self.host, self.port, token)
         self.port = self.server.port
         if self.role == "prefill":
             self.server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "mini_infer.v1.Prefill")

@@ -67,6 +67,22 @@ async def test_a_refused_worker_that_is_gone_is_not_called_refused_any_more(monk
         await c.until(lambda: link.state(0.0) == "connecting", timeout_seconds=20.0)
 
 
+async def test_a_worker_with_another_cluster_token_is_called_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.workers.worker_connection.REFUSED_BACKOFF_SECONDS", 0.05)
+    async with cluster() as c:
+        other = ScriptedWorker("decode", "other", Script())
+        await other.start(token="another")
+        c.gateway.workers._add("decode", other.address)
+        link = c.gateway.workers.links[-1]
+        await c.until(lambda: link.state(0.0) == "refused")
+        await asyncio.sleep(0.3)  # time for more attempts
+        await other.kill()
+    logged = [each.getMessage() for each in caplog.records if other.address in each.getMessage()]
+    assert logged == [f"worker {other.address} refused: cluster token missing or wrong"]
+
+
 async def test_a_snapshot_that_does_not_come_is_asked_for_again() -> None:
     async with cluster() as c:
         worker = c.decode[0]
