@@ -8,8 +8,9 @@ from common.errors import EngineError
 from router.journal import Journal
 from router.workers.worker_link import Leg
 
-# A worker hung if it was lost after so long without a step. A grammar's cost shows in its first tokens.
-SILENT_SECONDS = 1.0
+# A worker hung if it was lost after so long without a step: longer than a slow CPU's step with a prompt, shorter than
+# --stall-seconds and --worker-timeout-seconds, after which it is lost. A grammar's cost shows in its first tokens.
+SILENT_SECONDS = 3.0
 FIRST_TOKENS = 4
 
 

@@ -199,7 +199,7 @@ async def test_a_grammar_that_may_have_stopped_a_worker_is_not_given_to_another(
         leg = request.choices[0].leg
         assert leg is not None
         assert leg.link is first.link
-        leg.opened -= 2.0
+        leg.opened -= 4.0  # the default of --stall-seconds
     second.come_back()
     first.link.lost("out of service: no step for 3 s")
     assert [type(error) for error in requests["suspect"][1].errors] == [EngineError]
@@ -209,13 +209,17 @@ async def test_a_grammar_that_may_have_stopped_a_worker_is_not_given_to_another(
     assert not requests["plain"][1].errors
 
 
-async def test_a_grammar_goes_on_elsewhere_when_its_worker_made_steps_until_it_was_lost() -> None:
+@pytest.mark.parametrize(("seconds", "num_steps"), [(4.0, 7), (1.5, 0)])
+async def test_a_grammar_goes_on_elsewhere_when_its_worker_made_steps_until_it_was_lost(
+    seconds: float, num_steps: int
+) -> None:
+    """1.5 s: a slow CPU's step with a prompt, in which the worker was killed."""
     router = Router(decode=2)
     request, sink = router.request(grammar="regex:.*")
     leg = request.choices[0].leg
     assert leg is not None
-    leg.opened -= 2.0
-    leg.link.apply(pb.StepReport(load=pb.LoadReport(num_steps=7)))
+    leg.opened -= seconds
+    leg.link.apply(pb.StepReport(load=pb.LoadReport(num_steps=num_steps)))
     leg.link.lost("killed")
     assert not sink.errors
     assert request.choices[0].journal.num_legs == 2
