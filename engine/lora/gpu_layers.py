@@ -30,7 +30,7 @@ from kernels.gpu.lora.gated_rows import gated_rows, takes_gated_rows
 from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import SlotWeights, config_of, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles, tile_rows
-from kernels.gpu.lora.tile_shrink import tile_shrink
+from kernels.gpu.lora.tile_shrink import shrink_workspace, tile_shrink
 
 
 class StepTiles:
@@ -151,7 +151,8 @@ def with_slots(model: Model, slots: GpuSlots, tiles: AdapterTiles) -> Model:
     """Return the model with layers that add adapters, with shared weights."""
     values = {each.name: getattr(model, each.name) for each in fields(Model)}
     adapted, device = AdaptedModel(**values, slots=slots, tiles=tiles.tokens), model.embedding.device
-    workspaces = workspace_on(device), SplitKWorkspace(device)
+    layers = [weights for weights in slots.layers if weights is not None]
+    workspaces = workspace_on(device), shrink_workspace(layers, MAX_ROWS, device)
     adapted.blocks = [block.copy() for block in model.blocks]
     *of_blocks, (_, of_head) = zip(adapted.linears(), slots.layers, strict=True)
     for ref, weights in of_blocks:

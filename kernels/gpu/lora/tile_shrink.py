@@ -13,6 +13,7 @@ Reference: `low_rank_reference`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from kernels.gpu.few_rows.split_k import SplitKWorkspace, reduce_splits
 from kernels.gpu.launch import FastLaunch, let_successor_start, overlaps_launches, wait_first
 from kernels.gpu.lora.few_rows import dot_of_tile
 from kernels.gpu.lora.low_rank import BLOCK_RANKS, SlotWeights
-from kernels.gpu.lora.row_tiles import BLOCK_ROWS, RowTiles
+from kernels.gpu.lora.row_tiles import BLOCK_ROWS, RowTiles, num_tiles
 
 TILES = 4  # written, and multiplied, at a time
 
@@ -43,6 +44,18 @@ def shrink_config_of(weights: SlotWeights) -> TileShrinkConfig:
     if weights.a.shape[3] > 8192:
         return TileShrinkConfig(128, 4096, num_warps=2, num_stages=4)
     return TileShrinkConfig(256, 1024 if weights.a.shape[1] == 1 else 2048, num_warps=4, num_stages=3)
+
+
+def shrink_workspace(layers: Iterable[SlotWeights], max_rows: int, device: torch.device) -> SplitKWorkspace:
+    """Allocate a workspace for `tile_shrink` of each of these layers, for up to `max_rows` rows."""
+    num_parts, num_floats = 1, 1
+    for weights in layers:
+        slots, modules, rank, k = weights.a.shape
+        parts = num_tiles(max_rows, slots) * modules * triton.cdiv(rank, BLOCK_RANKS)
+        splits = triton.cdiv(k, shrink_config_of(weights).split)
+        num_parts = max(num_parts, parts)
+        num_floats = max(num_floats, parts * splits * BLOCK_ROWS * BLOCK_RANKS)
+    return SplitKWorkspace(device, num_floats, num_parts)
 
 
 @FastLaunch

@@ -13,7 +13,7 @@ from kernels.gpu.lora.adapted_gemm import adapted_gemm, gemm_config_of
 from kernels.gpu.lora.gated_rows import gated_rows
 from kernels.gpu.lora.low_rank import SlotWeights
 from kernels.gpu.lora.row_tiles import RowTiles
-from kernels.gpu.lora.tile_shrink import TileShrinkConfig, shrink_config_of, tile_shrink
+from kernels.gpu.lora.tile_shrink import TileShrinkConfig, shrink_config_of, shrink_workspace, tile_shrink
 from tests.kernels.helpers import BFLOAT16_BOUND, HALF_DTYPE, relative_error
 from tests.kernels.lora.test_low_rank import NUM_SLOTS, on, reference, slots_of, weights
 
@@ -109,6 +109,19 @@ def test_settings_of_layers() -> None:
     assert [shrink_config_of(each).split for each in (qkv, down, small)] == [2048, 4096, 1024]
     assert gemm_config_of(of_layer(64, 0, 96, 128)) is None
     assert gemm_config_of(of_layer(64, 0, 128, dtype=torch.float32)) is None
+
+
+def test_the_workspace_is_large_enough_for_all_layers(device: torch.device) -> None:
+    """K that two programs share, with many ranks, and K of a single one with more modules."""
+    layers = [weights(40, 1100, (0, 64), HALF_DTYPE, device), weights(40, 96, (0, 64, 96, 128), HALF_DTYPE, device)]
+    workspace, tiles = shrink_workspace(layers, 64, device), on(device, slots_of(64))
+    for own in layers:
+        x = torch.randn(64, own.a.shape[3], device=device).to(HALF_DTYPE)
+        tile_shrink(x, finite(own), tiles, workspace)
+    partials = [8 * 3 * 2, 8 * 3 * 3]  # tiles, blocks of 16 ranks, programs; tiles, blocks, modules
+    assert workspace.partials.numel() == max(partials) * 16 * 16
+    assert workspace.counters.numel() == 8 * 3 * 3
+    assert not workspace.counters.any()
 
 
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
