@@ -62,7 +62,7 @@ test-core-alone: setup
 test-rest: setup
 	@core=$$($(BIN)/python -m tests.wings --core-tests) && \
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests --ran-without-wings="$$core" \
-		$$(printf -- '--ignore=%s ' $$(grep -LE 'mark\.wing|with_wing' $$core) $(INTERPRETED) $(TIMED))
+		$(addprefix --ignore=,$(INTERPRETED) $(TIMED))
 
 test-fast: setup ## what needs no kernels, no cluster of processes and no real model
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/,common engine kvstore) -m "not slow and not compose and not k8s and not kubelet and not prometheus and not soak" $(ARGS)

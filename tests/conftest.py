@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import re
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,18 @@ YOUNG_OBJECTS = 10_000  # that wait for the collector; by Python's 700 it took 2
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ran-without-wings", default="", help="files of which only cases that need a wing are run")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import a file that ran without wings if no case of it needs one."""
+    has_run = collection_path.relative_to(config.rootpath).as_posix() in _ran_without_wings(config)
+    if has_run and not re.search(r"mark\.wing|with_wing", collection_path.read_text(encoding="utf-8")):
+        return True
+    return None  # pytest decides
+
+
+def _ran_without_wings(config: pytest.Config) -> set[str]:
+    return set(config.getoption("--ran-without-wings").split())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,7 +50,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    ran = set(config.getoption("--ran-without-wings").split())
+    ran = _ran_without_wings(config)
     left = {item for item in items if item.nodeid.partition("::")[0] not in ran or item.get_closest_marker("wing")}
     if len(left) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in left])

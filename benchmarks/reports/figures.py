@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 Lines = Sequence[Mapping[str, Any]]
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -160,6 +157,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def draw(chart: Chart, lines: Lines, path: Path) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.hashsalt": chart.data, "svg.fonttype": "none"}):
         figure: Any = Figure(figsize=(9, 4), layout="constrained")
         axes = figure.subplots()

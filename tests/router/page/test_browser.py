@@ -16,7 +16,6 @@ from tests.harness.cluster import SHORT_LEASES, Cluster, running_cluster
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.browser
-sync_api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs playwright")
 CHROMIUM = shutil.which("chromium")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 MAX_TOKENS = 400
@@ -34,6 +33,7 @@ NAMELESS = """() => {
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no chromium: apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs playwright")
     with sync_api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield found
