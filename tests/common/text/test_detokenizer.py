@@ -5,12 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import common.gguf  # noqa: F401 - the default model's tokenizer is in such a file
-from common.model_files import resolve_model
 from common.text.detokenizer import Detokenizer, TokenTable
-from common.text.load import load_tokenizer
+from tests.common.default_model import default_tokenizer
 
-SMOL = load_tokenizer(resolve_model(""))
+SMOL = default_tokenizer()
 
 
 @settings(max_examples=100)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
-import common.gguf  # noqa: F401 - the default model's tokenizer is in such a file
 from common.errors import InvalidRequestError, UnsupportedModelError
 from common.model_files import ModelFiles, resolve_model
 from common.text.chat_template import TemplateUse
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer, byte_level_alphabet
+from tests.common.default_model import default_tokenizer
 
-SMOL = load_tokenizer(resolve_model(""))
+SMOL = default_tokenizer()
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
 CORPUS = [
     "Hello, world!",

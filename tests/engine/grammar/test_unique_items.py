@@ -19,11 +19,9 @@ from common.grammar import grammar
 from common.grammar.grammar import check_grammar
 from common.grammar.unique_items import State
 from common.grammar.unique_places import unique_places
-from common.model_files import resolve_model
 from common.reasoning.reasoning_format import FORMATS as REASONING_FORMATS
 from common.reasoning.reasoning_format import HARMONY as CHANNELS
 from common.reasoning.reasoning_format import THINK, ReasoningFormat, lark_before_answer, marks
-from common.text.load import load_tokenizer
 from common.tools.json_calls import HERMES, LLAMA3_JSON, MISTRAL_LIST
 from common.tools.named_calls import DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, KIMI_K2, MISTRAL_NAMED
 from common.tools.tagged_calls import QWEN3_CODER
@@ -31,6 +29,7 @@ from common.tools.tool_format import calls_grammar, text_and_calls_grammar
 from common.tools.tool_parser import ToolFormat
 from engine.grammar.grammars import Grammars
 from engine.grammar.unique_tokens import TokenTable, UniqueTokens
+from tests.common.default_model import default_tokenizer
 from tests.engine.grammar.matching import in_mask, may_end, written_by
 
 FEW: dict[str, Any] = {"enum": ["a", "b", "ab"]}
@@ -117,7 +116,7 @@ def test_in_calls_of_tools(written: ToolFormat, may_reason: bool) -> None:
 
 
 def test_special_tokens_are_no_text_that_spells_them() -> None:
-    model = load_tokenizer(resolve_model("SmolLM2-135M-Instruct"))
+    model = default_tokenizer()
     special = sorted(model.special_id_of)
     begin, end = "<jupyter_start>", "<jupyter_output>"
     assert {begin, end} <= set(special)
@@ -213,7 +212,7 @@ def test_tokens_that_are_taken_back() -> None:
 
 @pytest.mark.parametrize("items", [{"type": "integer"}, {"type": "string"}, {"type": "string", "format": "date"}])
 def test_answers_of_a_models_tokens(items: dict[str, Any]) -> None:
-    model = load_tokenizer(resolve_model("SmolLM2-135M-Instruct"))
+    model = default_tokenizer()
     grammars = Grammars(lambda: model, model.vocab_size)
     text = grammar.json_schema({"type": "array", "items": items, "uniqueItems": True, "minItems": 4, "maxItems": 6})
     likely = [

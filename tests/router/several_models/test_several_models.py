@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
-from functools import cache
 from typing import Any
 
 import pytest
 
-import common.gguf  # noqa: F401 - the second model is in such a file
 from common.errors import ConfigError
 from common.model_files import resolve_model
-from common.text.load import load_tokenizer
-from common.text.tokenizer import Tokenizer
 from common.token_ids import unpack_ids
 from router.config import RouterConfig
 from router.gateway import Gateway
 from router.served_model import LoadedModel, serve_models
 from router.several_models.worker_table import named_models
+from tests.common.default_model import default_tokenizer
 from tests.harness.router import DRY_RUN, Cluster, cluster, text_of
 from tests.harness.scripted_worker import Script, ScriptedWorker
 
@@ -26,24 +23,20 @@ SMOL_FILES = resolve_model("")
 LONG = "a shared beginning that is long enough for several blocks " * 2
 
 
-@cache
-def smol_tokenizer() -> Tokenizer:
-    return load_tokenizer(SMOL_FILES)
-
-
 def smol_worker(
     role: str = "decode", name: str = "smol-0", script: Script | None = None, **info: Any
 ) -> ScriptedWorker:
+    smol = default_tokenizer()
     facts = {
-        "model": SMOL_FILES.name, "model_fingerprint": "5" * 64, "tokenizer_hash": smol_tokenizer().tokenizer_hash(),
-        "vocab_size": smol_tokenizer().vocab_size, "max_model_len": 64, "kv_layout": "another", **info,
+        "model": SMOL_FILES.name, "model_fingerprint": "5" * 64, "tokenizer_hash": smol.tokenizer_hash(),
+        "vocab_size": smol.vocab_size, "max_model_len": 64, "kv_layout": "another", **info,
     }  # fmt: skip
     return ScriptedWorker(role, name, script, **facts)
 
 
 def both(*others: ScriptedWorker, **options: Any) -> AbstractAsyncContextManager[Cluster]:
     """Start one decode worker of dry-run, d0, and one of smol unless others are given."""
-    models = [LoadedModel("", "dry-run", DRY_RUN), LoadedModel("smol", SMOL_FILES.name, smol_tokenizer())]
+    models = [LoadedModel("", "dry-run", DRY_RUN), LoadedModel("smol", SMOL_FILES.name, default_tokenizer())]
     return cluster(models=models, others=others or (smol_worker(),), **options)
 
 
@@ -59,7 +52,7 @@ async def test_the_model_field_chooses_workers_and_tokenizer() -> None:
         for name in ("smol", SMOL_FILES.name):
             answer = (await c.complete("hello world", model=name)).json()
             assert answer["choices"][0]["text"] != ""
-        tokens = smol_tokenizer().encode("hello world")
+        tokens = default_tokenizer().encode("hello world")
         assert [unpack_ids(submit.prompt_token_ids) for submit in smol.submits] == [tokens] * 2
         assert len(byte.submits) == 4
         await c.until(c.is_quiet)
@@ -69,7 +62,7 @@ async def test_the_model_field_chooses_workers_and_tokenizer() -> None:
 async def test_tokens_are_those_of_the_model() -> None:
     async with both() as c:
         tokens = (await c.http.post("/tokenize", json={"prompt": "hello world", "model": "smol"})).json()
-        assert tokens == {"count": 2, "max_model_len": 64, "tokens": smol_tokenizer().encode("hello world")}
+        assert tokens == {"count": 2, "max_model_len": 64, "tokens": default_tokenizer().encode("hello world")}
         text = await c.http.post("/detokenize", json={"tokens": tokens["tokens"], "model": "smol"})
         assert text.json() == {"prompt": "hello world"}
 
