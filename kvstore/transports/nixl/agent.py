@@ -1,8 +1,8 @@
 """NIXL in this process: one agent, its registered host memory, and one-sided reads of peers' memory.
 
 NIXL (packages `nixl-cu12` and `nixl-cu13`) transfers with UCX: RDMA if the network supports it, otherwise TCP, and
-shared memory within a host. A separate thread drives peers' reads here and costs a tenth of a core when idle, so an
-agent is only created where it is asked for.
+shared memory within a host. A separate thread drives peers' reads here and costs a twentieth of a core when idle, so
+an agent is only created where it is asked for.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvstore.transports.transport import Blocks
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 BACKEND = "UCX"
 POLL_SECONDS = 50e-6
+THREAD_WAIT_MICROSECONDS = 1000  # at most, until its thread looks again; events wake it at once
 MAX_POOLS = 256
 MAX_METADATA_BYTES = 1 << 20
 Span = tuple[int, int]  # address and bytes
@@ -60,9 +61,10 @@ class NixlAgent:
     def __init__(self, name: str) -> None:
         """name: different from that of every peer. Raises ConfigError without the package."""
         api = _import_api()
-        config = api.nixl_agent_config(backends=[BACKEND], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
         try:
-            self._agent: Any = api.nixl_agent(name, config)
+            self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+            self._agent.agent = api.nixlBind.nixlAgent(name, _thread_that_waits(api))
+            self._agent.create_backend(BACKEND)
         except Exception as error:  # NIXL's own exceptions are RuntimeErrors and others
             raise ConfigError(f"NIXL cannot start: {error}") from error
         if BACKEND not in self._agent.backends:
@@ -177,6 +179,15 @@ def _import_api() -> Any:
             if error.name != package:
                 raise ConfigError(f"{package} cannot be imported: {error}") from error
     raise ConfigError("--kv-transport nixl needs NIXL: pip install 'mini-infer[nixl]'")
+
+
+def _thread_that_waits(api: Any) -> Any:
+    """Return an agent's settings. Those of NIXL's Python API let its thread spin: it takes a core when idle."""
+    settings = api.nixlBind.nixlAgentConfig()
+    settings.useProgThread = True
+    settings.pthrDelay = THREAD_WAIT_MICROSECONDS
+    settings.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT.value
+    return settings
 
 
 def _read_description(description: bytes) -> tuple[bytes, list[RemoteMemory]]:

@@ -178,7 +178,7 @@ class NixlReader:
 class NixlTransport(Transport):
     """An address is the name of the agent that has registered the pool, or the staging rows in front of it.
 
-    An idle agent costs a tenth of a core, so it only exists if this transport is named.
+    An idle agent costs a twentieth of a core, so it only exists if this transport is named.
     """
 
     name = NAME

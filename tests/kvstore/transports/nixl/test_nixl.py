@@ -160,6 +160,12 @@ async def test_heads_are_split_anew(tmp_path: Path, agent: NixlAgent) -> None:
         client.close()
 
 
+def test_an_idle_agent_takes_no_core(agent: NixlAgent) -> None:
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.25
+
+
 def own_blocks(folder: Path, pipe: Connection) -> None:
     async def own() -> None:
         async with running(folder) as worker:
