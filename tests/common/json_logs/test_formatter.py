@@ -49,7 +49,7 @@ def test_a_json_line_about_a_request_has_its_id() -> None:
 def test_lines_of_other_programs_become_json_and_ours_stay() -> None:
     ours = json_line("prefill-0", "Segmentation fault")
     assert json.loads(ours)["service"] == "prefill-0"
-    assert json_line("prefill-1", ours) == ours.replace("-0", "-1", 1)
+    assert json_line("prefill-1", ours) == ours.replace("prefill-0", "prefill-1", 1)
     assert message_of(ours) == "Segmentation fault"
     assert [message_of(line) for line in ("{", "{}", '["message"]', "plain")] == ["{", "{}", '["message"]', "plain"]
 
