@@ -127,7 +127,7 @@ async def _prompt_ids(
     """Return the token ids of one input. Raises InvalidRequestError."""
     limits = model.limits()
     if given == "":
-        raise InvalidRequestError(f"the {param} is empty", param)
+        raise InvalidRequestError(f"a text of {param} is empty", param)
     if isinstance(given, str) and isinstance(body, RerankBody) and param == "documents":
         token_ids = await document_ids(model, body, given)
     elif isinstance(given, str):
