@@ -28,10 +28,6 @@ INTERPRETED := $(wildcard tests/kernels tests/gpu)
 TIMED := $(addprefix tests/,$(addprefix cluster/,faults/test_liveness.py faults/test_overload.py wings/test_adaptive.py \
 	wings/test_hostile_grammars.py) cli/simulation/test_against_processes.py)
 
-# Folders whose files take long come first, so that all workers are busy to the end.
-LONG := $(addprefix tests/,cluster packaging cli worker)
-REST := $(LONG) $(filter-out $(LONG) $(INTERPRETED),$(patsubst %/,%,$(sort $(dir $(wildcard tests/*/*.py))))) $(wildcard tests/test_*.py)
-
 # Without it, each process that a test starts compiles every module of the project again.
 unexport PYTHONDONTWRITEBYTECODE
 # More tests than cores run at a time: threads of several that spin at the same barrier would keep the others waiting.
@@ -65,8 +61,8 @@ test-core-alone: setup
 
 test-rest: setup
 	@core=$$($(BIN)/python -m tests.wings --core-tests) && \
-	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(REST) --ran-without-wings="$$core" \
-		$(addprefix --ignore=,$(TIMED))
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests --ran-without-wings="$$core" \
+		$(addprefix --ignore=,$(INTERPRETED) $(TIMED))
 
 test-fast: setup ## what needs no kernels, no cluster of processes and no real model
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix tests/,common engine kvstore) -m "not slow and not compose and not k8s and not kubelet and not prometheus and not soak" $(ARGS)
