@@ -62,6 +62,7 @@ class NixlAgent:
         """name: different from that of every peer. Raises ConfigError without the package."""
         api = _import_api()
         try:
+            # The agent inside is replaced, since the API gives no access to its settings.
             self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
             self._agent.agent = api.nixlBind.nixlAgent(name, _thread_that_waits(api))
             self._agent.create_backend(BACKEND)
