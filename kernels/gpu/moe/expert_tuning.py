@@ -26,7 +26,7 @@ class ExpertTile:
 # `grouped_gemv`, us of gate_up and down: 2 tokens 24.9 + 14.1, 27.1 + 14.6 in tiles; 4 tokens 46.2 + 25.4, 46.3 +
 # 25.3; 8 tokens 89 + 48, 78 + 41. GATE_UP_ROW: alone (4, 256, 2, 1) takes 14.2 us and this 15.1; whole steps of one
 # row took 2.71 ms with that on one machine, 2.62 with this on another.
-# columns above 2048: gpt-oss-20b, a layer of one row 87 -> 81 us, with DOWN_ROW's 93 -> 89; alone neither is faster.
+# columns above 2048: gpt-oss-20b, a whole layer of one row 87 -> 81 us, with DOWN_ROW's 93 -> 89.
 # 4 bits, us: gpt-oss-20b at one row gate_up 17.0, down 15.6 (22.7 with slices of 128 columns); pairs at 4 | 6 | 8
 # tokens 52 + 28, 74 + 39, 99 + 49, tiles 58 + 33, 74 + 37, 88 + 51. Pairs of 256 columns alone take 8% less, whole
 # steps of 2 tokens 6% more. 30B-A3B at one row 8.9, 8.4; pairs at 2 | 4 | 8 tokens 13 + 7.4, 19 + 11, 33 + 19, tiles
