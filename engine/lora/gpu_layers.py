@@ -25,12 +25,12 @@ from engine.layers.linear import Linear, LinearLayer
 from engine.lora.gpu_slots import GpuSlots
 from engine.models.model import Model
 from kernels.gpu.few_rows.split_k import SplitKWorkspace
-from kernels.gpu.lora.adapted_gemm import MAX_ROWS, adapted_gemm, gemm_config_of
+from kernels.gpu.lora.adapted_gemm import adapted_gemm, gemm_config_of
 from kernels.gpu.lora.gated_rows import gated_rows, takes_gated_rows
 from kernels.gpu.lora.look_up import look_up
 from kernels.gpu.lora.low_rank import SlotWeights, config_of, expand, shrink
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, NOTHING, RowTiles, num_tiles, tile_rows
-from kernels.gpu.lora.tile_shrink import shrink_workspace, tile_shrink
+from kernels.gpu.lora.tile_shrink import MAX_ROWS, shrink_workspace, tile_shrink
 
 
 class StepTiles:
@@ -152,7 +152,7 @@ def with_slots(model: Model, slots: GpuSlots, tiles: AdapterTiles) -> Model:
     values = {each.name: getattr(model, each.name) for each in fields(Model)}
     adapted, device = AdaptedModel(**values, slots=slots, tiles=tiles.tokens), model.embedding.device
     layers = [weights for weights in slots.layers if weights is not None]
-    workspaces = workspace_on(device), shrink_workspace(layers, MAX_ROWS, device)
+    workspaces = workspace_on(device), shrink_workspace(layers, device)
     adapted.blocks = [block.copy() for block in model.blocks]
     *of_blocks, (_, of_head) = zip(adapted.linears(), slots.layers, strict=True)
     for ref, weights in of_blocks:

@@ -20,9 +20,8 @@ from kernels.gpu.launch import FastLaunch, let_successor_start, overlaps_launche
 from kernels.gpu.lora.adapter_columns import add_adapters
 from kernels.gpu.lora.low_rank import BLOCK_RANKS, SlotWeights
 from kernels.gpu.lora.row_tiles import NOTHING, RowTiles
-from kernels.gpu.lora.tile_shrink import TILES
+from kernels.gpu.lora.tile_shrink import MAX_ROWS, TILES
 
-MAX_ROWS = 64
 BLOCK_N = 64
 EXPAND_STAGES = 5
 MANY_COLUMNS = 8192  # of x: more programs share them

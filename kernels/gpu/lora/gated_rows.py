@@ -24,9 +24,8 @@ from kernels.gpu.launch import FastLaunch, let_successor_start, overlaps_launche
 from kernels.gpu.lora.adapter_columns import add_adapters
 from kernels.gpu.lora.low_rank import BLOCK_RANKS, SlotWeights
 from kernels.gpu.lora.row_tiles import NOTHING, RowTiles
-from kernels.gpu.lora.tile_shrink import TILES
+from kernels.gpu.lora.tile_shrink import MAX_ROWS, TILES
 
-MAX_ROWS = 64
 MIN_COLUMNS = 12288  # of gate: with fewer there are too few programs
 BLOCK_N, BLOCK_K, NUM_STAGES = 64, 64, 3
 EXPAND_STAGES = 3
@@ -47,8 +46,9 @@ def _gated_rows_kernel(
     rows = tl.arange(0, BLOCK_M)
     inside = columns < N
     gate, up = gate_and_up(
-        x_ptr, weight_ptr, rows, columns, M, N, K, x_stride, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, False
-    )
+        x_ptr, weight_ptr, rows, columns, M, N, K, x_stride, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES,
+        OVERLAPS=False,  # without its wait, which comes later
+    )  # fmt: skip
     if HAS_BIAS:
         gate += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias_ptr + N + columns, mask=inside, other=0.0).to(tl.float32)[:, None]

@@ -27,6 +27,7 @@ from kernels.gpu.lora.few_rows import dot_of_tile
 from kernels.gpu.lora.low_rank import BLOCK_RANKS, SlotWeights
 from kernels.gpu.lora.row_tiles import BLOCK_ROWS, RowTiles, num_tiles
 
+MAX_ROWS = 64  # of a step: of the shrink, and of the GEMM that follows
 TILES = 4  # written, and multiplied, at a time
 
 
@@ -46,12 +47,12 @@ def shrink_config_of(weights: SlotWeights) -> TileShrinkConfig:
     return TileShrinkConfig(256, 1024 if weights.a.shape[1] == 1 else 2048, num_warps=4, num_stages=3)
 
 
-def shrink_workspace(layers: Iterable[SlotWeights], max_rows: int, device: torch.device) -> SplitKWorkspace:
-    """Allocate a workspace for `tile_shrink` of each of these layers, for up to `max_rows` rows."""
+def shrink_workspace(layers: Iterable[SlotWeights], device: torch.device) -> SplitKWorkspace:
+    """Allocate a workspace for `tile_shrink` of each of these layers."""
     num_parts, num_floats = 1, 1
     for weights in layers:
         slots, modules, rank, k = weights.a.shape
-        parts = num_tiles(max_rows, slots) * modules * triton.cdiv(rank, BLOCK_RANKS)
+        parts = num_tiles(MAX_ROWS, slots) * modules * triton.cdiv(rank, BLOCK_RANKS)
         splits = triton.cdiv(k, shrink_config_of(weights).split)
         num_parts = max(num_parts, parts)
         num_floats = max(num_floats, parts * splits * BLOCK_ROWS * BLOCK_RANKS)

@@ -28,7 +28,8 @@ from engine.lora.adapters import open_adapters
 from engine.lora.gpu_adapters import FollowedGpuAdapters, GpuAdapters
 from engine.lora.gpu_slots import SlotStore
 from engine.request import SamplingParams
-from kernels.gpu.lora.gated_rows import MAX_ROWS, gated_rows
+from kernels.gpu.lora.gated_rows import gated_rows
+from kernels.gpu.lora.tile_shrink import MAX_ROWS
 from kvstore.layout import Shard
 from tests.gpu.late_compiles.test_late_compiles import nothing_is_compiled_yet
 from tests.gpu.models import save_tiny_model

@@ -114,7 +114,7 @@ def test_settings_of_layers() -> None:
 def test_the_workspace_is_large_enough_for_all_layers(device: torch.device) -> None:
     """K that two programs share, with many ranks, and K of a single one with more modules."""
     layers = [weights(40, 1100, (0, 64), HALF_DTYPE, device), weights(40, 96, (0, 64, 96, 128), HALF_DTYPE, device)]
-    workspace, tiles = shrink_workspace(layers, 64, device), on(device, slots_of(64))
+    workspace, tiles = shrink_workspace(layers, device), on(device, slots_of(64))
     for own in layers:
         x = torch.randn(64, own.a.shape[3], device=device).to(HALF_DTYPE)
         tile_shrink(x, finite(own), tiles, workspace)
