@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--vllm-rounds", type=int, default=3, help="of vLLM's --rounds")
     parser.add_argument("--out", default="", help="file for all figures")
     options, more = parser.parse_known_args(argv)  # only for benchmarks.engine
     names = [*map(str, options.batch), *(f"{count} tokens, ms" for count in options.prefill)]
@@ -67,7 +68,7 @@ def run_turn(row: str, turn: int, options: argparse.Namespace, more: Sequence[st
             sys.executable, "-m", "benchmarks.engine", *shapes, "--load-format=dummy", "--json",
             f"--max-model-len={longest + 8}", *more,
         ],
-        "vLLM": [options.vllm_python, str(VLLM_ENGINE), *shapes],
+        "vLLM": [options.vllm_python, str(VLLM_ENGINE), *shapes, f"--rounds={options.vllm_rounds}"],
     }  # fmt: skip
     for engine in ENGINES[:: 1 if turn % 2 == 0 else -1]:
         done = subprocess.run(commands[engine], stdout=subprocess.PIPE, text=True, check=False)
