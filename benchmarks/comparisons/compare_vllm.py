@@ -43,14 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"| mini-infer / vLLM | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}", flush=True)
     complete = True
     for row in options.rows.split(","):
-        figures = [each for turn in range(options.turns) for each in run_turn(row, turn, options, more)]
+        figures = []
+        for each in (each for turn in range(options.turns) for each in run_turn(row, turn, options, more)):
+            figures.append(each)
+            if options.out:  # at once: a later engine may fail, or take too long
+                with Path(options.out).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"row": row, **each}) + "\n")
         cells = [cell(figures, "batch", batch, "tok_s", 1) for batch in options.batch]
         cells += [cell(figures, "prefill", count, "prefill_s", 1e3) for count in options.prefill]
         print(f"| {row} | {' | '.join(cells)} |", flush=True)
         complete = complete and not any("-" in part for part in cells)
-        if options.out:
-            with Path(options.out).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"row": row, **each}) + "\n" for each in figures)
     return 0 if complete else 1
 
 
@@ -71,10 +73,11 @@ def run_turn(row: str, turn: int, options: argparse.Namespace, more: Sequence[st
         "vLLM": [options.vllm_python, str(VLLM_ENGINE), *shapes, f"--rounds={options.vllm_rounds}"],
     }  # fmt: skip
     for engine in ENGINES[:: 1 if turn % 2 == 0 else -1]:
-        done = subprocess.run(commands[engine], stdout=subprocess.PIPE, text=True, check=False)
-        for line in done.stdout.splitlines():
-            if line.startswith("{"):
-                yield {"engine": engine, "turn": turn, **json.loads(line)}
+        with subprocess.Popen(commands[engine], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield {"engine": engine, "turn": turn, **json.loads(line)}
 
 
 def cell(figures: Sequence[Figures], shape: str, size: int, figure: str, unit: float) -> str:

@@ -80,6 +80,27 @@ def draw_split_kv(axes: Any, lines: Lines) -> None:
     axes.legend()
 
 
+def draw_engines(axes: Any, lines: Lines) -> None:
+    rows = list(dict.fromkeys(line["row"] for line in lines))
+    batches = sorted({line["batch"] for line in lines if "batch" in line})
+    speeds = {(line["row"], line["batch"], line["engine"]): line["tok_s"] for line in lines if "batch" in line}
+    for index, batch in enumerate(batches):
+        ratios = [speeds[row, batch, "mini-infer"] / speeds[row, batch, "vLLM"] for row in rows]
+        xs = [at + 0.8 * (index + 0.5) / len(batches) - 0.4 for at in range(len(rows))]
+        bars = axes.bar(xs, ratios, 0.75 / len(batches), label=f"{batch} sequences")
+        axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_xticks(range(len(rows)), rows)
+    axes.set(ylabel="output tok/s, mini-infer over vLLM")
+    axes.legend()
+
+
+def engine_cells(line: Mapping[str, Any]) -> Sequence[object]:
+    shape = f"{line['batch']} sequences" if "batch" in line else f"one prompt of {line['prefill']:,} tokens"
+    speed = f"{line['tok_s']:,.0f}" if "tok_s" in line else ""
+    return line["row"], line["engine"], shape, speed, f"{line['prefill_s'] * 1e3:,.0f}"
+
+
 def throughput_cells(line: Mapping[str, Any]) -> Sequence[object]:
     return line["step"], line["batch"], f"{line['tok_s']:,.0f}", range_of(line), f"{line['fraction_of_floor']:.0%}"
 
@@ -100,6 +121,13 @@ CHARTS = (
         "throughput_cpu", "Throughput by optimization, on a CPU",
         "python -m benchmarks.comparisons.ablations --device cpu --batch 8 --input 128 --output 64 --out docs/data",
         draw_throughput, THROUGHPUT_HEADER, throughput_cells,
+    ),
+    Chart(
+        "compare_vllm", "mini-infer and vLLM 0.26.0 on one H200",
+        "python -m benchmarks.comparisons.compare_vllm "
+        "--rows qwen2.5-7b,qwen2.5-7b:fp8,gemma3-4b,gpt-oss-20b "
+        "--vllm-rounds 1 --turns 1 --out docs/data/compare_vllm.jsonl",
+        draw_engines, ("model", "engine", "1,024 tokens in, 128 out", "output tok/s", "prompts (ms)"), engine_cells,
     ),
     Chart(
         "cuda_graphs", "Decode steps with and without CUDA graphs",
@@ -141,7 +169,7 @@ def page(docs: Path) -> str:
         if source.exists():
             lines = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
             draw(chart, lines, docs / "img" / f"{chart.data}.svg")
-            machines = ", ".join(dict.fromkeys(line["machine"] for line in lines))
+            machines = ", ".join(dict.fromkeys(line["machine"] for line in lines if "machine" in line))
             models = ", ".join(dict.fromkeys(line["model"] for line in lines if "model" in line))
             parts.append(f"{models + ', ' if models else ''}{machines}.\n\n![{chart.title}](img/{chart.data}.svg)\n")
             parts.append(table(chart.header, [chart.cells(line) for line in lines]))

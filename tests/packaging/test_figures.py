@@ -25,6 +25,11 @@ LINES: dict[str, list[dict[str, Any]]] = {
         for step in ("eager", "CUDA graphs")
         for batch in (1, 8)
     ],
+    "compare_vllm": [
+        {"row": "a model", "engine": engine, "batch": batch, "tok_s": 1000.0 * batch, "prefill_s": 0.0205}
+        for engine in ("mini-infer", "vLLM")
+        for batch in (1, 8)
+    ] + [{"row": "a model", "engine": "vLLM", "prefill": 8192, "prefill_s": 0.2}],
     "expert_parallel": [
         {"routing": "skewed", "tokens": 64, "form": form, "layer_us": 1234.5, "dispatched_bytes": 700,
          "combined_bytes": 300, "ideal_dispatched_bytes": 70, "ideal_combined_bytes": 30}
@@ -55,6 +60,7 @@ def test_every_chart_has_a_picture_and_a_table(tmp_path: Path) -> None:
     text = page(tmp_path)
     assert "Not measured" not in text
     for row in ("| batching | 8 | 1,234 | 1,200 to 1,300 | 50% |", "| eager | 1 | 4.5 | 1,000 | one run |",
+                "| a model | vLLM | one prompt of 8,192 tokens |  | 200 |",
                 "| skewed | 64 | packed | 1,234.5 | 1,000 | 100 |", "| 1x4096 | 60.5 | 12.5 | 25% |"):  # fmt: skip
         assert row in text
     for chart in CHARTS:
