@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--vllm-rounds", type=int, default=3, help="of vLLM's --rounds")
+    parser.add_argument("--rounds", type=int, default=3, help="runs in a turn, after one more; the best counts")
     parser.add_argument("--out", default="", help="file for all figures")
-    options, more = parser.parse_known_args(argv)  # only for benchmarks.engine
+    options, more = parser.parse_known_args(argv)  # only for mini-infer
     names = [*map(str, options.batch), *(f"{count} tokens, ms" for count in options.prefill)]
     print(f"| mini-infer / vLLM | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}", flush=True)
     complete = True
@@ -62,15 +62,15 @@ def run_turn(row: str, turn: int, options: argparse.Namespace, more: Sequence[st
     shapes = [
         f"--model={CONFIGS / name}", f"--quant-mode={mode or 'none'}", f"--input={options.input}",
         f"--output={options.output}", f"--batch={','.join(map(str, options.batch))}",
-        f"--prefill={','.join(map(str, options.prefill))}", f"--tp={options.tp}",
+        f"--prefill={','.join(map(str, options.prefill))}", f"--tp={options.tp}", f"--rounds={options.rounds}",
     ]  # fmt: skip
     longest = max(options.input + options.output, *options.prefill, 0)
     commands = {
         "mini-infer": [
-            sys.executable, "-m", "benchmarks.engine", *shapes, "--load-format=dummy", "--json",
+            sys.executable, "-m", "benchmarks.comparisons.mini_infer_engine", *shapes, "--load-format=dummy",
             f"--max-model-len={longest + 8}", *more,
         ],
-        "vLLM": [options.vllm_python, str(VLLM_ENGINE), *shapes, f"--rounds={options.vllm_rounds}"],
+        "vLLM": [options.vllm_python, str(VLLM_ENGINE), *shapes],
     }  # fmt: skip
     for engine in ENGINES[:: 1 if turn % 2 == 0 else -1]:
         with subprocess.Popen(commands[engine], stdout=subprocess.PIPE, text=True) as process:

@@ -126,7 +126,7 @@ CHARTS = (
         "compare_vllm", "mini-infer and vLLM 0.26.0 on one H200",
         "python -m benchmarks.comparisons.compare_vllm "
         "--rows qwen2.5-7b,qwen2.5-7b:fp8,gemma3-4b,gpt-oss-20b "
-        "--vllm-rounds 1 --turns 1 --out docs/data/compare_vllm.jsonl",
+        "--rounds 1 --turns 1 --out docs/data/compare_vllm.jsonl",
         draw_engines, ("model", "engine", "1,024 tokens in, 128 out", "output tok/s", "prompts (ms)"), engine_cells,
     ),
     Chart(
