@@ -68,6 +68,10 @@ class Session:
         self._rng = rng
         self._maker = PromptMaker(vocab_size)
 
+    def close(self) -> None:
+        """Close its connections, in the loop that they were opened in."""
+        self._client.close()
+
     def prompt(self, length: int, prefix: Prompt | None = None) -> Prompt:
         """Return a prompt of `length` new tokens, after those of `prefix`."""
         new = self._maker.fresh(self._rng, length)

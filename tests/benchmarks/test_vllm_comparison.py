@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.comparisons import compare_vllm_http
 from benchmarks.comparisons.compare_vllm import cell, main
+from benchmarks.comparisons.compare_vllm_http import VllmServer
+from common.errors import UnavailableError
 
 # Takes 1 ms for the prompts of a call and 2 ms for each further token of its answers.
 VLLM = """
@@ -27,6 +30,15 @@ class LLM:
     def generate(self, prompts, params, use_tqdm):
         assert params.settings["ignore_eos"] and all(len(each["prompt_token_ids"]) in (16, 64) for each in prompts)
         time.sleep(0.001 + 0.002 * (params.settings["max_tokens"] - 1))
+"""
+
+# The flags of vLLM that are none of `serve`'s are left out.
+SERVER = """
+import os, sys
+
+flags = [flag for flag in sys.argv[1:] if not flag.startswith("--dtype")]
+serve = ["-m", "cli", "serve", "--prefill=0", "--decode=1", "--device=cpu", "--num-threads=1", *flags]
+os.execv(sys.executable, [sys.executable, *serve])
 """
 
 
@@ -72,3 +84,26 @@ def test_both_engines_run_the_same_shapes_in_turn(
 def test_an_engine_that_failed_leaves_a_dash() -> None:
     figures = [{"engine": "mini-infer", "batch": 8, "tok_s": speed} for speed in (1000.0, 3000.0, 1400.0)]
     assert cell(figures, "batch", 8, "tok_s", 1) == "1,400 / -"
+
+
+def test_both_servers_get_the_same_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server of mini-infer stands in for vLLM's."""
+    server = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    server.parent.mkdir(parents=True)
+    server.write_text(SERVER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    flags = ["--model=benchmarks/configs/one-layer", "--clients=2", "--rounds=1", "--device=cpu", "--num-threads=1"]
+    assert compare_vllm_http.main(flags) == 0
+    ours, theirs = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (ours["engine"], theirs["engine"]) == ("mini-infer", "vLLM")
+    for figures in ours, theirs:
+        assert figures["clients"] == 2
+        assert figures["tok_s"] > 0
+        assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
+
+
+def test_a_server_that_cannot_start_is_reported() -> None:
+    with pytest.raises(UnavailableError, match="ended with status 1"), VllmServer(sys.executable, ["--model=none"]):
+        pass
