@@ -82,7 +82,6 @@ class GenerationBody(Body):
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     prompt_field: ClassVar[str] = "messages"
-    continues_prompt: ClassVar[bool] = False  # whether the answer's text continues the prompt's
     default_tokens: ClassVar[int | None] = None  # default max_tokens; None: up to the context length
 
     model: Label | None = None
@@ -112,6 +111,11 @@ class GenerationBody(Body):
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens", "min_tokens")
         return self
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer's text continues the prompt's."""
+        return False
 
     @property
     def asked_tokens(self) -> tuple[int | None, str]:

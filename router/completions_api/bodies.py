@@ -21,7 +21,6 @@ class CompletionBody(DetailFields, ChoiceFields, GenerationBody):
 
     id_prefix = "cmpl-"
     prompt_field = "prompt"
-    continues_prompt = True
     default_tokens = 16
 
     prompt: Annotated[
@@ -51,6 +50,10 @@ class CompletionBody(DetailFields, ChoiceFields, GenerationBody):
         if len(self.prompts) * (self.best_of or n) > MAX_CHOICES:
             raise InvalidRequestError(f"prompts times choices must not exceed {MAX_CHOICES}", "n")
         return self
+
+    @property
+    def continues_prompt(self) -> bool:
+        return True
 
     @property
     def per_prompt(self) -> int:

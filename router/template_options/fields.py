@@ -37,6 +37,10 @@ class TemplateFields(Body):
         return self
 
     @property
+    def continues_prompt(self) -> bool:
+        return bool(self.continue_final_message)
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         advice = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         given = {name: value for name, value in advice.items() if value is not None}

@@ -151,6 +151,17 @@ async def test_a_final_message_is_continued(c: Cluster) -> None:
     assert DRY_RUN.decode(prompt, False) == "<bos><user>q<assistant>The "
 
 
+@pytest.mark.wing("router.template_options")
+async def test_the_continuation_of_a_message_keeps_its_first_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DRY_RUN.table, "strips_prefix_space", True)  # as with SentencePiece
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The"}]
+    async with cluster(script=Script(reply=list(b" sky"))) as c:
+        assert text_of(await c.events()) == "sky"
+        continued = {"messages": messages, "continue_final_message": True}
+        assert text_of(await c.events(**continued)) == " sky"
+        assert (await c.chat(**continued)).json()["choices"][0]["message"]["content"] == " sky"
+
+
 async def test_models_and_health() -> None:
     async with cluster(num_prefill=1) as c:
         assert [model.id async for model in c.openai.models.list()] == ["dry-run"]
