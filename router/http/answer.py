@@ -187,10 +187,11 @@ class EventStream:
 
     def _rendered(self, index: int, update: Update | ChoiceResult) -> bytes:
         """Render one update as events; empty when there is nothing to send."""
-        if self._counts_usage:
+        begins = index not in self._shown
+        if self._counts_usage or begins:  # by now the worker has told how much of the prompt was cached
             self._usage = self._request.usage()
         body = self._renderer.chunk(index, update, self._usage)
-        if index not in self._shown:
+        if begins:
             self._shown.add(index)
             body = self._renderer.start(index, self._usage) + body
         return body

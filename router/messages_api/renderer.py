@@ -28,8 +28,7 @@ class MessagesRenderer(Renderer):
         self._has_calls = False
 
     def start(self, index: int, usage: Usage) -> bytes:
-        message = self._message([], {"input_tokens": usage.prompt_tokens, "output_tokens": 0})
-        return _event("message_start", message=message)
+        return _event("message_start", message=self._message([], _usage(usage) | {"output_tokens": 0}))
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         events = []

@@ -54,6 +54,22 @@ async def streamed(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
         return await stream.get_final_message()
 
 
+async def test_a_stream_begins_with_the_input_tokens_that_it_ends_with() -> None:
+    async with replying("One.", cached_tokens=3) as (c, client):
+        events = await client.messages.create(model="dry-run", max_tokens=9, messages=HELLO, stream=True)
+        usages: list[Any] = []
+        async for event in events:
+            if event.type == "message_start":
+                usages.append(event.message.usage)
+            elif event.type == "message_delta":
+                usages.append(event.usage)
+        begin, end = usages
+        assert begin.output_tokens == 0
+        assert begin.cache_read_input_tokens == end.cache_read_input_tokens == 3
+        num_prompt_tokens = len(unpack_ids(c.decode[0].submits[0].prompt_token_ids))
+        assert begin.input_tokens == end.input_tokens == num_prompt_tokens - 3
+
+
 @pytest.mark.parametrize("tokens_per_step", [1, 1000])
 async def test_thinking_text_and_calls_are_blocks(tokens_per_step: int) -> None:
     reply = f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}"
