@@ -78,13 +78,13 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Tokeni
     merges = [(left, right) for *_, left, right in ranked]
     backend = Tokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     replace = normalizers.Replace(" ", "▁")
+    decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace])
+        decoder.append(decoders.Strip(" ", 1, 0))
     else:
         backend.normalizer = replace
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    backend.decoder = decoders.Sequence(decoder)
     return backend
 
 

@@ -158,8 +158,9 @@ class Tokenizer:
     def _table_showing(self, shown: frozenset[int]) -> TokenTable:
         table = self._tables.get(shown)
         if table is None:
-            hidden, strips_space = self.special_ids - shown, not isinstance(self._backend.decoder, decoders.ByteLevel)
-            table = TokenTable(self.vocab_size, self._piece_bytes_function(), hidden, strips_space)
+            piece_bytes = self._piece_bytes_function()
+            strips_space = self._backend.decoder.decode(["▁a"]) == "a"  # not Gemma's decoder, for one
+            table = TokenTable(self.vocab_size, piece_bytes, self.special_ids - shown, strips_space)
             self._tables[shown] = table
         return table
 

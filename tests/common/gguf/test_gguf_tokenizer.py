@@ -114,6 +114,14 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert pieces == ["", "hello", " ", "he", "l", "", "é"]
 
 
+def test_a_text_keeps_its_first_space_if_the_tokenizer_adds_none(tmp_path: Path) -> None:
+    metadata = sentencepiece() | {"tokenizer.ggml.add_space_prefix": False}  # as Gemma's
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", metadata))
+    for text in ("hello", " hello", "  hello"):
+        token_ids = tokenizer.encode(text)
+        assert tokenizer.decode(token_ids) == text == tokenizer._backend.decode(token_ids)
+
+
 @pytest.mark.parametrize(
     "change",
     [
