@@ -33,6 +33,8 @@ class FunctionCall(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates expect: arguments are an object."""
+        if not self.arguments.strip():  # how some models and clients write that there are none
+            return {"name": self.name, "arguments": {}}
         try:
             arguments = orjson.loads(self.arguments)
         except orjson.JSONDecodeError:

@@ -89,13 +89,15 @@ async def test_calls(
         assert not c.decode[0].submits[0].sampling.grammar
 
 
-async def test_tools_reach_the_template_and_results_come_back() -> None:
+@pytest.mark.parametrize("no_arguments", ["{}", "", " "])
+async def test_tools_reach_the_template_and_results_come_back(no_arguments: str) -> None:
     async with replying(TWO, template=HERMES_TEMPLATE) as c:
         first = await ask(c, tools=[STRICT, TIME], extra_body={"return_token_ids": True})
         prompt = bytes(first.prompt_token_ids).decode()
         assert f"<tools>{json.dumps(WEATHER)}" in prompt
         assert '"strict"' not in prompt
         message = first.choices[0].message
+        message.tool_calls[0].function.arguments = no_arguments
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noon"}
         again = [*MESSAGES, message.model_dump(exclude_none=True), result]
         second = await ask(c, messages=again, extra_body={"return_token_ids": True})
