@@ -27,7 +27,7 @@ from router.responses_api.output import DeltaLengths
 from router.responses_api.queries import DEFAULT_LIMIT, first_event, page_of
 from router.responses_api.renderer import ResponsesRenderer
 from router.responses_api.replay import replay
-from router.responses_api.schemas import AnyItem, ResponsesBody
+from router.responses_api.schemas import AnyItem, MessageItem, ResponsesBody
 from router.responses_api.store import ResponseStore, StoredResponse
 from router.responses_api.translation import chat_fields, client_field, messages_of
 
@@ -159,4 +159,13 @@ def _input_items(body: ResponsesBody) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}
         return [{"id": f"msg_{secrets.token_hex(16)}", **message}]
-    return [{"id": f"item_{secrets.token_hex(16)}", **item.model_dump()} for item in body.input]
+    return [{"id": f"item_{secrets.token_hex(16)}", **_listed(item)} for item in body.input]
+
+
+def _listed(item: AnyItem) -> dict[str, Any]:
+    """Return the fields of an input item in lists of them, where OpenAI's clients expect messages as parts."""
+    fields = item.model_dump()
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        fields["content"] = [{"type": kind, "text": item.content}]
+    return fields

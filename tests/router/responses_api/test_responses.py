@@ -114,7 +114,8 @@ async def test_input_items_come_in_pages() -> None:
         for order, expected in (("asc", given), ("desc", given[::-1]), (None, given[::-1])):
             query = {} if order is None else {"order": order}
             found = [item async for item in await responses(c).input_items.list(kept.id, **query)]
-            assert [item.content for item in found] == [message["content"] for message in expected]
+            assert {item.content[0].type for item in found} == {"input_text"}
+            assert [item.content[0].text for item in found] == [message["content"] for message in expected]
         page = await responses(c).input_items.list(kept.id)
         assert (len(page.data), page.has_more) == (20, True)
         assert (page.first_id, page.last_id) == (page.data[0].id, page.data[-1].id)
