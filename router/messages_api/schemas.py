@@ -115,8 +115,8 @@ class MessagesBody(PromptBody):
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: Metadata | None = None
     service_tier: Label | None = None

@@ -123,8 +123,8 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, strict=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_LIST)] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunctionTool | None,

@@ -150,6 +150,8 @@ async def test_errors_have_anthropics_shape() -> None:
             await ask(client, model="unknown")
         for fields, told in (
             ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+            ({"extra_body": {"temperature": "0.5"}}, "temperature"),
+            ({"extra_body": {"top_p": True}}, "top_p"),
             ({"stop_sequences": ["a", ""]}, "stop_sequences.1"),
             ({"tools": [WEATHER, WEATHER]}, "tools.0.name"),
             ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools.0.input_schema"),

@@ -199,6 +199,8 @@ async def test_a_format_a_choice_and_an_effort_reach_the_worker() -> None:
         ({"tools": [{**WEATHER, "parameters": {"type": "string"}}]}, "tools.0.parameters"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format"),
         ({"extra_body": {"max_output_tokens": 5000}}, "max_output_tokens"),
+        ({"extra_body": {"temperature": "0.5"}}, "temperature"),
+        ({"extra_body": {"top_p": True}}, "top_p"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
