@@ -15,7 +15,8 @@ from router.config import RouterConfig
 from router.hangs.settings import SilenceSettings
 
 logger = logging.getLogger(__name__)
-HEALTH_INTERVAL_SECONDS = 1.0
+MAX_HEALTH_INTERVAL_SECONDS = 1.0
+MIN_CHECKS = 4  # health checks of an idle worker in the time that it may be silent
 SILENCE_INTERVAL_SECONDS = 0.25
 
 
@@ -45,8 +46,9 @@ def start_watches(
 async def _check_health(link: Watched, channel: grpc.aio.Channel, timeout: float) -> None:
     """Ask the worker regularly whether it serves. A reply is also a sign of life."""
     stub = health_pb2_grpc.HealthStub(channel)
+    interval = min(timeout / MIN_CHECKS, MAX_HEALTH_INTERVAL_SECONDS)
     while True:
-        await asyncio.sleep(HEALTH_INTERVAL_SECONDS)
+        await asyncio.sleep(interval)
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
             link.last_sign = time.monotonic()

@@ -119,6 +119,18 @@ async def test_a_slow_link_is_not_a_dead_one() -> None:
         assert c.gateway.workers.links[0].num_lost == 0
 
 
+@pytest.mark.wing("router.hangs")
+async def test_an_idle_worker_that_answers_health_checks_is_not_silent() -> None:
+    async with cluster(worker_timeout_seconds=0.5) as c:
+        [link] = c.gateway.workers.links
+        for _ in range(20):  # a busy machine may be silent itself
+            before = link.num_lost
+            await asyncio.sleep(0.8)
+            if link.num_lost == before:
+                return
+        pytest.fail("the worker was lost again and again")
+
+
 async def test_an_address_where_something_else_answers_is_tried_again() -> None:
     async def nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.set()
