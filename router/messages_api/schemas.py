@@ -51,8 +51,11 @@ AnyBlock = Annotated[
 
 
 class InputMessage(Body):
-    role: Literal["user", "assistant"]
+    """clear_at: a system message may be shown only until the next message of the user."""
+
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[AnyBlock], Field(max_length=MAX_MESSAGES)]
+    clear_at: Literal["next_user_message", "never"] | None = None
 
 
 class MessagesTool(Block):
@@ -88,6 +91,29 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class ThinkingTurns(Body):
+    type: Literal["all", "thinking_turns"]
+    value: Annotated[int, Field(ge=1)] | None = None
+
+
+class ClearThinking(Body):
+    """Leaves out the reasoning of all but the last assistant messages that have some."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | ThinkingTurns | None = None
+
+    @property
+    def num_kept(self) -> int | None:
+        """The number of messages that keep their reasoning; None: all."""
+        if self.keep == "all" or (self.keep is not None and self.keep.type == "all"):
+            return None
+        return 1 if self.keep is None else self.keep.value or 1
+
+
+class ContextManagement(Body):
+    edits: Annotated[list[ClearThinking], Field(max_length=1)] | None = None
+
+
 class Metadata(Body):
     model_config = ConfigDict(extra="ignore")
 
@@ -104,6 +130,7 @@ class PromptBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: Any = None  # a hint for other servers
 
 

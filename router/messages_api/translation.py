@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import orjson
@@ -15,6 +15,7 @@ from router.messages_api.schemas import (
     InputMessage,
     MessagesBody,
     PromptBody,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
@@ -23,6 +24,12 @@ from router.messages_api.schemas import (
 )
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_BLOCKS: dict[str, tuple[type[AnyBlock], ...]] = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+_BILLING_LABEL = "x-anthropic-billing-header:"
 # Patterns of a chat completion's fields, and the fields of this API that they come from.
 _NAMES = (
     (r"^response_format(\.json_schema)?", "output_config.format"),
@@ -35,10 +42,11 @@ _NAMES = (
 
 def chat_fields(body: PromptBody) -> dict[str, Any]:
     """Return the chat completion's body for a request. Raises InvalidRequestError."""
-    system = _text(body.system) if body.system else ""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for index, message in enumerate(body.messages):
-        messages += _messages(message, f"messages.{index}.content")
+    system = _system(body)
+    messages = [
+        *([{"role": "system", "content": system}] if system else []),
+        *chain.from_iterable(_chat_messages(body)),
+    ]
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
     if body.messages[-1].role == "assistant":  # the answer continues its text
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -81,8 +89,8 @@ def client_field(body: PromptBody, param: str) -> str:
     """Return the client's field that a field of the chat completion comes from."""
     head, *path = param.split(".")
     if head == "messages" and path:
-        index = int(path[0]) - bool(body.system and _text(body.system))
-        ends = accumulate(len(list(_messages(message, ""))) for message in body.messages)
+        index = int(path[0]) - bool(_system(body))
+        ends = accumulate(map(len, _chat_messages(body)))
         return f"messages.{next((i for i, end in enumerate(ends) if index < end), 0)}"
     for pattern, name in _NAMES:
         param = re.sub(pattern, name, param)
@@ -98,6 +106,41 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
     return {"tool_choice": {"type": "function", "function": {"name": choice.name}}, **is_parallel}
 
 
+def _system(body: PromptBody) -> str:
+    """Return the system prompt without the label that Claude Code puts first: it differs between requests, so that no
+    prompt would begin as one whose KV is cached."""
+    if body.system is None or isinstance(body.system, str):
+        return body.system or ""
+    return _text([block for block in body.system if not block.text.startswith(_BILLING_LABEL)])
+
+
+def _chat_messages(body: PromptBody) -> list[list[dict[str, Any]]]:
+    """Return the chat messages for each message."""
+    made = [list(_messages(message, f"messages.{index}.content")) for index, message in enumerate(body.messages)]
+    last = max((index for index, message in enumerate(body.messages) if message.role == "user"), default=-1)
+    for index, message in enumerate(body.messages):
+        if message.clear_at is not None and message.role != "system":
+            raise InvalidRequestError("only system messages have clear_at", f"messages.{index}.clear_at")
+        if message.clear_at == "next_user_message" and index < last:
+            made[index] = []
+    for edit in (body.context_management and body.context_management.edits) or ():
+        if edit.num_kept is not None:
+            _clear_thinking(made, edit.num_kept)
+    return made
+
+
+def _clear_thinking(made: Sequence[Sequence[dict[str, Any]]], num_kept: int) -> None:
+    """Leave out the reasoning of all but the last turns that have some. A turn ends where the user says something."""
+    num_turns, is_counted = 0, False
+    for message in chain.from_iterable(reversed([list(reversed(messages)) for messages in made])):
+        if message["role"] == "user":
+            is_counted = False
+        elif "reasoning_content" in message:
+            num_turns, is_counted = num_turns + (not is_counted), True
+            if num_turns > num_kept:
+                del message["reasoning_content"]
+
+
 def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
     """Yield the chat messages for one message: first the tool results in it, then its text."""
     if isinstance(message.content, str):
@@ -105,14 +148,14 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
         return
     blocks = message.content
     for index, block in enumerate(blocks):
-        if isinstance(block, ToolResultBlock) is not (message.role == "user") and not isinstance(block, TextBlock):
+        if not isinstance(block, _BLOCKS[message.role]):
             raise InvalidRequestError(f"{where}.{index}: no {block.type} in {message.role} messages", where)
         if isinstance(block, ToolResultBlock):
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
     texts = [block for block in blocks if isinstance(block, TextBlock)]
-    if message.role == "user":
+    if message.role != "assistant":
         if texts:
-            yield {"role": "user", "content": _text(texts)}
+            yield {"role": message.role, "content": _text(texts)}
         return
     yield _assistant(blocks, texts)
 

@@ -11,7 +11,7 @@ import pytest
 from common.errors import InvalidRequestError
 from common.token_ids import unpack_ids
 from router.messages_api.schemas import MessagesBody
-from router.messages_api.translation import chat_fields
+from router.messages_api.translation import chat_fields, client_field
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, call_text
 from tests.harness.router import Cluster
 from tests.harness.router import replying as replying_cluster
@@ -198,6 +198,59 @@ def test_blocks_become_chat_messages() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "Error: c"},
         {"role": "user", "content": "d"},
     ]  # fmt: skip
+
+
+def thought(text: str, *blocks: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "thinking", "thinking": text, "signature": ""}, *blocks]}
+
+
+SYSTEM: Any = {"role": "system", "content": [{"type": "text", "text": "be brief"}], "clear_at": "next_user_message"}
+
+
+@pytest.mark.parametrize(
+    ("later", "is_shown"), [([], True), ([{"role": "assistant", "content": "b"}, *HELLO], False)]
+)
+def test_a_system_message_may_be_cleared_by_the_users_next_message(later: Any, is_shown: bool) -> None:
+    found = fields_of(messages=[*HELLO, SYSTEM, *later])["messages"]
+    assert ({"role": "system", "content": "be brief"} in found) is is_shown
+    found = fields_of(messages=[*HELLO, {**SYSTEM, "clear_at": "never"}, *later])["messages"]
+    assert found[1] == {"role": "system", "content": "be brief"}
+
+
+def test_a_message_of_the_user_is_never_cleared() -> None:
+    with pytest.raises(InvalidRequestError, match="only system messages"):
+        fields_of(messages=[{**HELLO[0], "clear_at": "next_user_message"}, *HELLO])
+
+
+def test_errors_name_the_message_even_if_one_before_it_is_cleared() -> None:
+    body = MessagesBody.model_validate({"max_tokens": 9, "messages": [*HELLO, SYSTEM, *HELLO, *RESULT]})
+    assert client_field(body, "messages.2.tool_call_id") == "messages.3"
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ({"keep": "all"}, ["a", "b", "c", "d"]),
+        ({"keep": {"type": "all"}}, ["a", "b", "c", "d"]),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, ["b", "c", "d"]),
+        ({}, ["d"]),
+    ],
+)
+def test_old_thinking_may_be_cleared(keep: dict[str, Any], kept: list[str]) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    asked = {"type": "text", "text": "x"}
+    messages = [*HELLO, thought("a", asked), *HELLO, thought("b", call), *RESULT, thought("c", asked), *HELLO]
+    messages += [thought("d", asked), *HELLO, {"role": "assistant", "content": "y"}, *HELLO]
+    edits = [{"type": "clear_thinking_20251015", **keep}]
+    found = fields_of(messages=messages, context_management={"edits": edits})["messages"]
+    assert [message["reasoning_content"] for message in found if "reasoning_content" in message] == kept
+
+
+def test_claude_codes_label_of_a_request_is_no_part_of_the_prompt() -> None:
+    label = "x-anthropic-billing-header: cc_version=2.1.197.1c0; cc_entrypoint=cli; cch=eb6c6;"
+    system = [{"type": "text", "text": label}, {"type": "text", "text": "s"}]
+    assert fields_of(system=system)["messages"][0] == {"role": "system", "content": "s"}
+    assert fields_of(system=system[:1])["messages"] == [{"role": "user", "content": "Hello"}]
 
 
 @pytest.mark.parametrize(
