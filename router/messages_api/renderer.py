@@ -14,6 +14,7 @@ from router.api.render import Renderer, RenderOptions
 from router.api.text import ChoiceResult, Update, Usage
 
 _ANY = TypeAdapter[Any](Any)
+_ERROR_TYPES = {"service_unavailable_error": "overloaded_error", "server_error": "api_error"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
@@ -123,7 +124,8 @@ def error_shape(error: dict[str, Any]) -> dict[str, Any]:
     message, param = inner["message"], inner["param"]
     if param is not None and param not in message:
         message = f"{param}: {message}"
-    return {"type": "error", "error": {"type": inner["type"], "message": message}}
+    kind = "not_found_error" if inner["code"] in ("model_not_found", "not_found") else inner["type"]
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(kind, kind), "message": message}}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -137,6 +137,15 @@ async def test_the_answer_names_fields_without_effect() -> None:
         assert answer.headers["x-mini-infer-ignored"] == named
 
 
+async def test_errors_have_anthropics_types() -> None:
+    async with replying("x", die_after_tokens=0, max_retries=0) as (c, _):
+        body = {"model": "m", "max_tokens": 9, "messages": HELLO}
+        unknown = await c.http.post("/v1/messages", json=body)
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+        failed = await c.http.post("/v1/messages", json={**body, "model": "dry-run"})
+        assert (failed.status_code, failed.json()["error"]["type"]) == (503, "overloaded_error"), failed.text
+
+
 async def test_errors_have_anthropics_shape() -> None:
     import anthropic
 
