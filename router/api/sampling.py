@@ -49,7 +49,7 @@ def _max_tokens(body: GenerationBody, limits: ModelLimits, num_prompt_tokens: in
         )
     if asked is None:
         return min(room, max(body.default_tokens or room, body.min_tokens or 0))
-    if asked > room:
+    if asked > room and not body.may_exceed_context:
         raise ContextLengthError(
             limits.max_model_len,
             f"you requested {num_prompt_tokens + asked} tokens ({num_prompt_tokens} in the {param}, {asked} in the "
@@ -57,7 +57,8 @@ def _max_tokens(body: GenerationBody, limits: ModelLimits, num_prompt_tokens: in
             f"not {asked}",
             field,
         )
-    return max(asked, 1)  # for 0, which only echoes the prompt, workers still generate one token, which is not shown
+    # For 0, which only echoes the prompt, workers still generate one token, which is not shown.
+    return max(min(asked, room), 1)
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> list[int]:

@@ -83,6 +83,7 @@ class GenerationBody(Body):
     id_prefix: ClassVar[str] = "chatcmpl-"
     prompt_field: ClassVar[str] = "messages"
     default_tokens: ClassVar[int | None] = None  # default max_tokens; None: up to the context length
+    may_exceed_context: ClassVar[bool] = False  # whether an answer with more max_tokens ends where the context does
 
     model: Label | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None

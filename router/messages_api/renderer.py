@@ -21,8 +21,10 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 class MessagesRenderer(Renderer):
     """Renders one choice as consecutive content blocks: thinking, text, tool calls."""
 
-    def __init__(self, options: RenderOptions, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, max_tokens: int) -> None:
+        """max_tokens: as the client asked; an answer that is cut earlier has reached the end of the context."""
         super().__init__(options, tokenizer, "message")
+        self._max_tokens = max_tokens
         self._num_blocks = 0
         self._open = ""  # kind of the open block
         self._ended: Update | ChoiceResult | None = None
@@ -43,7 +45,7 @@ class MessagesRenderer(Renderer):
         return b"".join(events)
 
     def end(self, usage: Usage) -> bytes:
-        delta = self._stop(self._ended)
+        delta = self._stop(self._ended, usage)
         return self._close() + _event("message_delta", delta=delta, usage=_usage(usage)) + _event("message_stop")
 
     def failure(self, error: dict[str, Any]) -> bytes:
@@ -61,7 +63,7 @@ class MessagesRenderer(Renderer):
         blocks += [
             {"type": "tool_use", "id": call.call_id, "name": call.name, "input": _input(call)} for call in calls
         ]
-        return orjson.dumps(self._message(blocks, _usage(usage)) | self._stop(result))
+        return orjson.dumps(self._message(blocks, _usage(usage)) | self._stop(result, usage))
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -109,12 +111,14 @@ class MessagesRenderer(Renderer):
             "usage": usage,
         }
 
-    def _stop(self, ended: Update | ChoiceResult | None) -> dict[str, Any]:
+    def _stop(self, ended: Update | ChoiceResult | None, usage: Usage) -> dict[str, Any]:
         reason, detail = (ended.finish_reason, ended.stop_reason) if ended is not None else (None, None)
         if reason == "stop" and isinstance(detail, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": detail}
         if reason == "stop" and self._has_calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
+        if reason == "length" and usage.completion_tokens < self._max_tokens:
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
         return {"stop_reason": _STOP_REASONS.get(reason or "", reason), "stop_sequence": None}
 
 
@@ -122,6 +126,8 @@ def error_shape(error: dict[str, Any]) -> dict[str, Any]:
     """Convert OpenAI's form of an error to Anthropic's, where only the message can name the field."""
     inner = error["error"]
     message, param = inner["message"], inner["param"]
+    if inner["code"] == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # Anthropic's words, for which clients search
     if param is not None and param not in message:
         message = f"{param}: {message}"
     kind = "not_found_error" if inner["code"] in ("model_not_found", "not_found") else inner["type"]

@@ -8,7 +8,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.features import CHAT_BODY
+from router.features import CHAT_BODY, with_fields
 from router.gateway import FEATURES, Gateway
 from router.http.body import parse_body, read_json_object
 from router.http.errors import ERROR_SHAPE, FIELD_NAMES
@@ -16,6 +16,8 @@ from router.http.routes import Routes, json_response
 from router.messages_api.renderer import MessagesRenderer, error_shape
 from router.messages_api.schemas import MessagesBody, PromptBody
 from router.messages_api.translation import chat_fields, client_field
+
+MESSAGES_CHAT_BODY = with_fields(CHAT_BODY, "router.messages_api.schemas:ChatFields")
 
 
 def add_message_routes(routes: Routes, gateway: Gateway) -> None:
@@ -25,9 +27,12 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
         body = parse_body(MessagesBody, await read_json_object(request), request.scope)
         fields = chat_fields(body)
         request.scope[FIELD_NAMES] = [partial(client_field, body)]
-        chat = parse_body(CHAT_BODY, fields)
+        chat = parse_body(MESSAGES_CHAT_BODY, fields)
         return await gateway.chat(
-            request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer)
+            request,
+            chat,
+            arrival,
+            lambda _, options, tokenizer: MessagesRenderer(options, tokenizer, body.max_tokens),
         )
 
     async def count_tokens(request: Request) -> Response:

@@ -147,3 +147,11 @@ class MessagesBody(PromptBody):
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: Metadata | None = None
     service_tier: Label | None = None
+
+
+class ChatFields(Body):
+    """What the chat completions for messages have besides their usual fields."""
+
+    may_exceed_context: ClassVar[bool] = (
+        True  # Anthropic's API requires max_tokens, but clients do not know the context
+    )

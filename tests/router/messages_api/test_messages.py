@@ -137,6 +137,14 @@ async def test_the_answer_names_fields_without_effect() -> None:
         assert answer.headers["x-mini-infer-ignored"] == named
 
 
+async def test_an_answer_may_end_where_the_context_does() -> None:
+    async with replying("x" * 5000) as (_, client):
+        for message in (await ask(client, max_tokens=8000), await streamed(client, max_tokens=8000)):
+            assert message.stop_reason == "model_context_window_exceeded"
+            assert message.usage.input_tokens + message.usage.output_tokens == 4096
+        assert (await ask(client, max_tokens=9)).stop_reason == "max_tokens"
+
+
 async def test_errors_have_anthropics_types() -> None:
     async with replying("x", die_after_tokens=0, max_retries=0) as (c, _):
         body = {"model": "m", "max_tokens": 9, "messages": HELLO}
@@ -165,6 +173,7 @@ async def test_errors_have_anthropics_shape() -> None:
             ({"tools": [WEATHER, WEATHER]}, "tools.0.name"),
             ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools.0.input_schema"),
             ({"messages": HELLO * 2 + RESULT, "system": "s"}, "messages.2: this tool result answers no"),
+            ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt is too long: This model's maximum"),
         ):
             with pytest.raises(anthropic.BadRequestError, match=f"'message': .{told}"):
                 await ask(client, **fields)
