@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from router.api.schemas import MAX_LIST, MAX_MESSAGES, MAX_STOPS, Body, Label, StopString
+from router.tools.tools import check_types
 
 
 class Block(Body):
@@ -132,6 +133,12 @@ class PromptBody(Body):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: Any = None  # a hint for other servers
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _check_types(cls, tools: Any) -> Any:
+        check_types(tools, ("custom",))
+        return tools
 
 
 class MessagesBody(PromptBody):

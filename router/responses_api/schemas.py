@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from router.api.schemas import MAX_LIST, MAX_MESSAGES, Body, Label
+from router.tools.tools import check_types
 
 MAX_METADATA = 16
 
@@ -142,3 +143,9 @@ class ResponsesBody(Body):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Label | None = None
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _check_types(cls, tools: Any) -> Any:
+        check_types(tools, ("function",))
+        return tools

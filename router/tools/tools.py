@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -67,6 +68,15 @@ class ToolFields(AnswerFields):
             message = "structured_outputs cannot be combined with tools; response_format can"
             raise InvalidRequestError(message, "structured_outputs")
         return self
+
+
+def check_types(tools: Any, known: Container[str]) -> None:
+    """Refuse tools that the provider of an API runs itself, as its web search. Raises InvalidRequestError."""
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            message = f"tools.{index}.type: this server has no {kind[:64]!r} tool: leave it out, or offer a function"
+            raise InvalidRequestError(message, f"tools.{index}.type", "unsupported_parameter")
 
 
 def is_forced(choice: ToolChoice) -> bool:

@@ -174,6 +174,7 @@ async def test_errors_have_anthropics_shape() -> None:
             ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools.0.input_schema"),
             ({"messages": HELLO * 2 + RESULT, "system": "s"}, "messages.2: this tool result answers no"),
             ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt is too long: This model's maximum"),
+            ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type: this server has no 'web_sea"),
         ):
             with pytest.raises(anthropic.BadRequestError, match=f"'message': .{told}"):
                 await ask(client, **fields)

@@ -237,6 +237,13 @@ async def test_the_answer_names_fields_without_effect() -> None:
             assert named == "reasoning.summary, reasoning.effort, text.verbosity, tools.1.strict"
 
 
+async def test_a_built_in_tool_is_refused_with_advice() -> None:
+    async with replying("x", template=TEMPLATE) as c:
+        with pytest.raises(openai.BadRequestError, match="no 'web_search' tool: leave it out") as refused:
+            await ask(c, tools=[WEATHER, {"type": "web_search"}])
+        assert (refused.value.param, refused.value.code) == ("tools.1.type", "unsupported_parameter")
+
+
 async def test_fields_that_ask_for_nothing_are_accepted() -> None:
     async with replying("x", template=TEMPLATE) as c:
         for fields in (
