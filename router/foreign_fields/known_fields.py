@@ -64,7 +64,7 @@ _FORBIDDEN_BY = {"tools": "tool_choice", "functions": "function_call"}
 _IGNORED = frozenset(
     {
         "metadata", "prediction", "store", "service_tier", "safety_identifier",
-        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "client_metadata",
         # vLLM's: the number of tokens in a chunk; contents of answers from its rendering routes.
         "stream_interval", "return_token_offsets", "return_mm_kwargs",
     }

@@ -222,11 +222,11 @@ def test_the_client_reads_of_its_own_items() -> None:
 
 async def test_the_answer_names_fields_without_effect() -> None:
     async with replying("x", template=TEMPLATE) as c:
-        labels = {"service_tier": "flex", "include": [], "metadata": {}}
+        labels = {"service_tier": "flex", "include": [], "metadata": {}, "client_metadata": {"session_id": "1"}}
         for stream in (False, True):
             asked = {"model": "dry-run", "input": "?", "stream": stream, **labels}
             answer = await c.http.post("/v1/responses", json=asked)
-            assert answer.headers["x-mini-infer-ignored"] == "service_tier, include"
+            assert answer.headers["x-mini-infer-ignored"] == "service_tier, include, client_metadata"
         assert '"service_tier":"flex"' in answer.text  # a label all the same
         advice = {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"}}
         strict = {**WEATHER, "strict": True, "parameters": {"type": "object", "not": {}}}
