@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.tools.call_deltas import DeltaToolCall, merged_calls
@@ -23,10 +23,11 @@ def _new_id(item_type: str) -> str:
 class Output:
     """Builds items (reasoning, a message, function calls) in the order in which they arrive."""
 
-    def __init__(self, new_id: Callable[[str], str] = _new_id) -> None:
-        """new_id: returns a new id for an item type."""
+    def __init__(self, namespaces: Mapping[str, dict[str, str]], new_id: Callable[[str], str] = _new_id) -> None:
+        """namespaces: see `namespaces_of`. new_id: returns a new id for an item type."""
         self.items: list[dict[str, Any]] = []
         self.delta_lengths: DeltaLengths = []
+        self._namespaces = namespaces
         self._new_id = new_id
         self._is_open = False  # the last item is still growing
 
@@ -87,7 +88,7 @@ class Output:
             events = self._begin(
                 {
                     "id": self._new_id("function_call"), "type": "function_call", "call_id": call.call_id,
-                    "name": call.name, "arguments": "",
+                    **self._namespaces.get(call.name, {"name": call.name}), "arguments": "",
                 }
             )  # fmt: skip
         item = self.items[-1]

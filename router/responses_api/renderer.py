@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -22,13 +22,14 @@ class ResponsesRenderer(Renderer):
         tokenizer: Tokenizer,
         facts: dict[str, Any],
         on_complete: Callable[[dict[str, Any], DeltaLengths], None],
+        namespaces: Mapping[str, dict[str, str]],
     ) -> None:
         """facts: fields of the request that the response repeats. on_complete: gets a finished response and its delta
-        lengths, unless it failed before the client knew its id."""
+        lengths, unless it failed before the client knew its id. namespaces: see `namespaces_of`."""
         super().__init__(options, tokenizer, "response")
         self._facts = {**facts, "model": options.model, "created_at": options.created}
         self._on_complete = on_complete
-        self._output = Output()
+        self._output = Output(namespaces)
         self._status = "queued"
         self._first_events = first_events(self._response(None, []))
         self._num_events = len(self._first_events)  # `chunk` runs before `start`, whose events have the first numbers

@@ -29,7 +29,7 @@ from router.responses_api.renderer import ResponsesRenderer
 from router.responses_api.replay import replay
 from router.responses_api.schemas import AnyItem, MessageItem, ResponsesBody
 from router.responses_api.store import ResponseStore, StoredResponse
-from router.responses_api.translation import chat_fields, client_field, messages_of
+from router.responses_api.translation import chat_fields, client_field, messages_of, namespaces_of
 
 _ITEMS = TypeAdapter(list[AnyItem])
 
@@ -67,6 +67,7 @@ class _Responses:
         messages = [*earlier, *messages_of(body.input)]
         fields = chat_fields(body, messages)
         facts = _facts(body)
+        namespaces = namespaces_of(body)
         items = _input_items(body)
 
         def keep(response: dict[str, Any], delta_lengths: DeltaLengths) -> None:
@@ -77,7 +78,7 @@ class _Responses:
         renderers: list[ResponsesRenderer] = []
 
         def renderer_of(_: Features, options: RenderOptions, tokenizer: Tokenizer) -> ResponsesRenderer:
-            renderers.append(ResponsesRenderer(options, tokenizer, facts, keep))
+            renderers.append(ResponsesRenderer(options, tokenizer, facts, keep, namespaces))
             return renderers[0]
 
         request.scope[FIELD_NAMES] = [partial(client_field, body, len(earlier))]

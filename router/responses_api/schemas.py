@@ -44,6 +44,7 @@ class MessageItem(Item):
 class FunctionCallItem(Item):
     type: Literal["function_call"]
     call_id: Label
+    namespace: Label | None = None
     name: Label
     arguments: str
 
@@ -72,6 +73,18 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class NamespaceTool(Body):
+    """Functions under a common name. The model sees each with both names."""
+
+    type: Literal["namespace"]
+    name: Label
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_LIST)]
+
+
+AnyTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
 
 
 class NamedFunctionTool(Body):
@@ -126,7 +139,7 @@ class ResponsesBody(Body):
     max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_LIST)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_LIST)] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunctionTool | None,
         Field(description="'none', 'auto', 'required' or {'type': 'function', 'name': ...}"),
@@ -147,5 +160,5 @@ class ResponsesBody(Body):
     @field_validator("tools", mode="before")
     @classmethod
     def _check_types(cls, tools: Any) -> Any:
-        check_types(tools, ("function",))
+        check_types(tools, ("function", "namespace"))
         return tools

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common.errors import InvalidRequestError
 from router.responses_api.schemas import (
     AnyItem,
+    AnyTool,
     FunctionCallItem,
     FunctionOutputItem,
+    FunctionTool,
     ItemRefusal,
     ItemText,
     MessageItem,
     NamedFunctionTool,
+    NamespaceTool,
     ReasoningItem,
     ResponsesBody,
     TextFormat,
@@ -25,7 +28,6 @@ Message = dict[str, Any]
 # Patterns of a chat completion's fields, and the fields of this API that they come from.
 _NAMES = (
     (r"^response_format(\.json_schema)?", "text.format"),
-    (r"^tools\.(\d+)\.function", r"tools.\1"),
     (r"^max_tokens$", "max_output_tokens"),
     (r"^reasoning_effort$", "reasoning.effort"),
     (r"^verbosity$", "text.verbosity"),
@@ -49,8 +51,8 @@ def chat_fields(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, A
     }
     if body.tools:
         fields["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
+            {"type": "function", "function": {**tool.model_dump(exclude={"type"}, exclude_none=True), "name": name}}
+            for _, name, tool in _functions(body.tools)
         ]
         fields["parallel_tool_calls"] = body.parallel_tool_calls
     if isinstance(body.tool_choice, NamedFunctionTool):
@@ -64,6 +66,31 @@ def chat_fields(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, A
         if body.text.format is not None:
             fields["response_format"] = _response_format(body.text.format)
     return fields
+
+
+def chat_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function in the chat."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def namespaces_of(body: ResponsesBody) -> dict[str, dict[str, str]]:
+    """Map the chat's name of each function in a namespace to the fields that name it in calls."""
+    spaces = [space for space in body.tools or () if isinstance(space, NamespaceTool)]
+    return {
+        chat_name(space.name, tool.name): {"namespace": space.name, "name": tool.name}
+        for space in spaces
+        for tool in space.tools
+    }
+
+
+def _functions(tools: Sequence[AnyTool]) -> Iterator[tuple[str, str, FunctionTool]]:
+    """Yield each function with its field of the request and its name in the chat."""
+    for index, tool in enumerate(tools):
+        if isinstance(tool, FunctionTool):
+            yield f"tools.{index}", tool.name, tool
+            continue
+        for place, function in enumerate(tool.tools):
+            yield f"tools.{index}.tools.{place}", chat_name(tool.name, function.name), function
 
 
 def _response_format(wanted: TextFormat) -> dict[str, Any]:
@@ -81,6 +108,9 @@ def client_field(body: ResponsesBody, num_earlier: int, param: str) -> str:
     if head == "messages":
         index = int(path[0]) - num_earlier - bool(body.instructions) if path else -1
         return "input" if isinstance(body.input, str) or index < 0 else f"input.{_item_of(body.input, index)}"
+    if head == "tools" and path:
+        fields = [field for field, *_ in _functions(body.tools or ())]
+        return ".".join([fields[int(path[0])], *path[2:]])
     for pattern, name in _NAMES:
         param = re.sub(pattern, name, param)
     return param
@@ -104,7 +134,7 @@ def messages_of(given: str | Sequence[AnyItem]) -> list[Message]:
             case MessageItem():
                 messages.append({"role": item.role, "content": _text(item.content)})
             case FunctionCallItem():
-                call = {"name": item.name, "arguments": item.arguments}
+                call = {"name": chat_name(item.namespace, item.name), "arguments": item.arguments}
                 calls = _assistant(messages).setdefault("tool_calls", [])
                 calls.append({"id": item.call_id, "type": "function", "function": call})
             case FunctionOutputItem():

@@ -129,6 +129,39 @@ async def test_input_items_come_in_pages() -> None:
             assert refused.value.param in wrong
 
 
+AGENTS: Any = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Helpers.",
+    "tools": [{**WEATHER, "name": "spawn"}],
+}
+
+
+async def test_calls_name_the_namespace_of_their_function() -> None:
+    async with replying(call_text("agents__spawn", '{"city": "Malmö"}') + CALL, template=TEMPLATE) as c:
+        fields: Any = {"tools": [AGENTS, WEATHER]}
+        plain = await ask(c, **fields)
+        final, events = await streamed(c, **fields)
+        named = [(None, "get_weather"), ("agents", "spawn")]
+        for response in (plain, final, await responses(c).retrieve(plain.id)):
+            calls = response.output
+            assert [(call.namespace, call.name) for call in reversed(calls)] == named
+            assert response.tools[0].tools[0].name == "spawn"
+        added = [event.item for event in events if event.type == "response.output_item.added"]
+        assert [(call.namespace, call.name) for call in reversed(added)] == named
+        again = [event async for event in await responses(c).retrieve(final.id, stream=True)]
+        assert [event.item.to_dict() for event in again if event.type == "response.output_item.added"] == [
+            item.to_dict() for item in added
+        ]
+        result = {"type": "function_call_output", "call_id": plain.output[0].call_id, "output": "Rain."}
+        await ask(c, [HELLO, plain.output[0].to_dict(), result], **fields)
+        assert '{"name": "agents__spawn", "arguments": {"city": "Malm' in prompt_of(c, 2)
+        wrong = {**AGENTS, "tools": [WEATHER, {**WEATHER, "name": "f", "parameters": {"type": "string"}}]}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(c, tools=[WEATHER, wrong])
+        assert refused.value.param == "tools.1.tools.1.parameters"
+
+
 @pytest.mark.parametrize(("max_output_tokens", "tokens_per_step"), [(400, 1), (400, 7), (400, 1000), (40, 7), (5, 1)])
 async def test_events_of_a_stored_response_come_again(max_output_tokens: int, tokens_per_step: int) -> None:
     async with replying(
