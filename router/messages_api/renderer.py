@@ -12,6 +12,7 @@ from common.text.tokenizer import Tokenizer
 from common.tools.call_deltas import DeltaToolCall, merged_calls
 from router.api.render import Renderer, RenderOptions
 from router.api.text import ChoiceResult, Update, Usage
+from router.messages_api.schemas import NO_THREADS
 
 _ANY = TypeAdapter[Any](Any)
 _ERROR_TYPES = {"service_unavailable_error": "overloaded_error", "server_error": "api_error"}
@@ -131,7 +132,8 @@ def error_shape(error: dict[str, Any]) -> dict[str, Any]:
     if param is not None and param not in message:
         message = f"{param}: {message}"
     kind = "not_found_error" if inner["code"] in ("model_not_found", "not_found") else inner["type"]
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(kind, kind), "message": message}}
+    details = {"details": {"error_code": NO_THREADS}} if inner["code"] == NO_THREADS else {}
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(kind, kind), "message": message, **details}}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

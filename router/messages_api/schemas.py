@@ -6,8 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
+from common.errors import InvalidRequestError
 from router.api.schemas import MAX_LIST, MAX_MESSAGES, MAX_STOPS, Body, Label, StopString
 from router.tools.tools import check_types
+
+NO_THREADS = "thread_unsupported_request"  # Anthropic's code, on which its clients send the conversation instead
 
 
 class Block(Body):
@@ -133,6 +136,14 @@ class PromptBody(Body):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: Any = None  # a hint for other servers
+    thread: Any = None
+
+    @field_validator("thread")
+    @classmethod
+    def _check_thread(cls, thread: Any) -> None:
+        if thread is not None:
+            message = "threads are not supported: send the whole conversation, without thread"
+            raise InvalidRequestError(message, "thread", NO_THREADS)
 
     @field_validator("tools", mode="before")
     @classmethod

@@ -145,6 +145,24 @@ async def test_an_answer_may_end_where_the_context_does() -> None:
         assert (await ask(client, max_tokens=9)).stop_reason == "max_tokens"
 
 
+async def test_the_clients_tool_runner_goes_on_without_a_thread() -> None:
+    import anthropic
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """Now."""
+        return f"Rain in {city}."
+
+    async with replying(CALL) as (c, client):
+        fields: Any = {"model": "dry-run", "max_tokens": 400, "messages": HELLO, "tools": [get_weather]}
+        runner = client.beta.messages.tool_runner(max_iterations=2, **fields)
+        assert [message.stop_reason async for message in runner] == ["tool_use", "tool_use"]
+        asked = bytes(unpack_ids(c.decode[0].submits[1].prompt_token_ids)).decode()
+        assert "[tool]Rain in Malmö.[assistant]" in asked
+        with pytest.raises(anthropic.BadRequestError, match="send the whole conversation"):
+            await ask(client, extra_body={"thread": {"type": "create"}})
+
+
 async def test_errors_have_anthropics_types() -> None:
     async with replying("x", die_after_tokens=0, max_retries=0) as (c, _):
         body = {"model": "m", "max_tokens": 9, "messages": HELLO}
