@@ -95,8 +95,11 @@ class MessagesRenderer(Renderer):
     def _close(self) -> bytes:
         if not self._open:
             return b""
+        signed = b""
+        if self._open == "thinking":  # some clients leave out thinking that was not signed when they send it back
+            signed = self._delta({"type": "signature_delta", "signature": ""})
         self._open = ""
-        return _event("content_block_stop", index=self._num_blocks - 1)
+        return signed + _event("content_block_stop", index=self._num_blocks - 1)
 
     # -- the message -------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -86,6 +87,16 @@ async def test_thinking_text_and_calls_are_blocks(tokens_per_step: int) -> None:
         assert message.usage.input_tokens + message.usage.cache_read_input_tokens == prompt_tokens
         counted = await client.messages.count_tokens(model="dry-run", messages=HELLO, tools=[WEATHER])
         assert counted.input_tokens == prompt_tokens
+
+
+async def test_thinking_ends_with_its_signature() -> None:
+    async with replying("<think>\nHm.\n</think>\n\nYes.") as (_, client):
+        events = await client.messages.create(model="dry-run", max_tokens=99, messages=HELLO, stream=True)
+        told = [event.delta.type if event.type == "content_block_delta" else event.type async for event in events]
+        assert [kind for kind, _ in groupby(told)] == [
+            "message_start", "content_block_start", "thinking_delta", "signature_delta", "content_block_stop",
+            "content_block_start", "text_delta", "content_block_stop", "message_delta", "message_stop",
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
