@@ -27,10 +27,11 @@ from router.responses_api.output import DeltaLengths
 from router.responses_api.queries import DEFAULT_LIMIT, first_event, page_of
 from router.responses_api.renderer import ResponsesRenderer
 from router.responses_api.replay import replay
-from router.responses_api.schemas import AnyItem, MessageItem, ResponsesBody
+from router.responses_api.schemas import AnyItem, ItemReference, MessageItem, ResponsesBody
 from router.responses_api.store import ResponseStore, StoredResponse
 from router.responses_api.translation import chat_fields, client_field, messages_of, namespaces_of
 
+_ITEM = TypeAdapter[AnyItem](AnyItem)
 _ITEMS = TypeAdapter(list[AnyItem])
 
 
@@ -64,6 +65,7 @@ class _Responses:
             if self.background.get(body.previous_response_id) is not None:
                 raise InvalidRequestError("that response is not complete yet", "previous_response_id")
             earlier = orjson.loads(self._store.get(body.previous_response_id).messages)
+        body = self._resolved(body)
         messages = [*earlier, *messages_of(body.input)]
         fields = chat_fields(body, messages)
         facts = _facts(body)
@@ -91,6 +93,16 @@ class _Responses:
         if body.stream:
             return StreamingResponse(running.events(0), headers=EVENT_STREAM_HEADERS | headers)
         return Response(running.snapshot(), headers=headers, media_type="application/json")
+
+    def _resolved(self, body: ResponsesBody) -> ResponsesBody:
+        """Replace references to stored items by the items. Raises NotFoundError."""
+        if isinstance(body.input, str) or not any(isinstance(item, ItemReference) for item in body.input):
+            return body
+        items = [
+            _ITEM.validate_python(self._store.item(item.id)) if isinstance(item, ItemReference) else item
+            for item in body.input
+        ]
+        return body.model_copy(update={"input": items})
 
     async def retrieve(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]

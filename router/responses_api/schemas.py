@@ -64,7 +64,14 @@ class ReasoningItem(Item):
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] | None = None
 
 
-AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+class ItemReference(Item):
+    """Stands for an output item of a stored response."""
+
+    type: Literal["item_reference"] | None = None
+    id: Label
+
+
+AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | ItemReference
 
 
 class FunctionTool(Body):
@@ -129,7 +136,9 @@ class ResponsesBody(Body):
     model: Label | None = None
     input: Annotated[
         str | Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)],
-        Field(description="a text, or a list of messages, function calls, their outputs and reasoning"),
+        Field(
+            description="a text, or a list of messages, function calls, their outputs, reasoning and item references"
+        ),
     ]
     instructions: str | None = None
     previous_response_id: Label | None = None

@@ -19,6 +19,7 @@ MAX_BYTES = 64 << 20
 class StoredResponse:
     """A response as JSON, which takes a tenth of the memory that its objects would."""
 
+    item_ids: tuple[str, ...]  # of the output
     response: bytes
     messages: bytes  # of the conversation, with this response's output
     input_items: bytes
@@ -36,6 +37,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._response_of: dict[str, str] = {}  # ids of output items -> of their responses
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -51,11 +53,14 @@ class ResponseStore:
         """Store a response, replacing one with the same id."""
         if response["id"] in self._stored:
             self.delete(response["id"])
-        stored = StoredResponse(*map(orjson.dumps, (response, messages, items, delta_lengths)))
+        item_ids = tuple(item["id"] for item in response["output"])
+        as_json = (orjson.dumps(part) for part in (response, messages, items, delta_lengths))
+        stored = StoredResponse(item_ids, *as_json)
         self._stored[response["id"]] = stored
+        self._response_of |= dict.fromkeys(item_ids, response["id"])
         self.num_bytes += stored.num_bytes
         while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
-            self.num_bytes -= self._stored.popitem(last=False)[1].num_bytes
+            self.delete(next(iter(self._stored)))
 
     def get(self, response_id: str) -> StoredResponse:
         """Return a response. Raises NotFoundError."""
@@ -69,5 +74,18 @@ class ResponseStore:
 
     def delete(self, response_id: str) -> None:
         """Delete a response. Raises NotFoundError."""
-        self.num_bytes -= self.get(response_id).num_bytes
+        stored = self.get(response_id)
+        self.num_bytes -= stored.num_bytes
+        for item_id in stored.item_ids:
+            del self._response_of[item_id]
         del self._stored[response_id]
+
+    def item(self, item_id: str) -> dict[str, Any]:
+        """Return an output item of a response. Raises NotFoundError."""
+        response_id = self._response_of.get(item_id)
+        if response_id is None:
+            what = f"no item {item_id[:64]!r}"
+            raise NotFoundError(f"{what}: its response was not stored, is gone, or another router has it")
+        stored = self.get(response_id)
+        item: dict[str, Any] = orjson.loads(stored.response)["output"][stored.item_ids.index(item_id)]
+        return item

@@ -129,6 +129,26 @@ async def test_input_items_come_in_pages() -> None:
             assert refused.value.param in wrong
 
 
+async def test_input_may_refer_to_items_of_stored_responses() -> None:
+    async with replying(f"<think>\nHm.\n</think>\n\nI look: é\n{CALL}", template=TEMPLATE) as c:
+        first = await ask(c, tools=[WEATHER])
+        output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "Rain."}
+        references = [{"type": "item_reference", "id": item.id} for item in first.output]
+        for given in (references, [{"id": item["id"]} for item in references]):
+            await ask(c, [HELLO, *given, output], tools=[WEATHER])
+        await ask(c, [HELLO, *(item.to_dict() for item in first.output), output], tools=[WEATHER])
+        assert prompt_of(c, 1) == prompt_of(c, 2) == prompt_of(c, 3)
+        assert "I look: é" in prompt_of(c, 1)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(c, [HELLO, *references, RESULT], tools=[WEATHER])
+        assert refused.value.param == "input.4"
+        unstored = await ask(c, store=False)
+        await responses(c).delete(first.id)
+        for item in (unstored.output[0], first.output[0]):
+            with pytest.raises(openai.NotFoundError, match="no item"):
+                await ask(c, [{"type": "item_reference", "id": item.id}])
+
+
 AGENTS: Any = {
     "type": "namespace",
     "name": "agents",
@@ -306,10 +326,10 @@ async def test_a_stream_that_fails_says_so() -> None:
 def test_the_store_forgets_the_least_recently_used() -> None:
     store = ResponseStore(max_responses=2)
     for name in "abc":
-        store.add({"id": name}, [], [], [])
+        store.add({"id": name, "output": []}, [], [], [])
         if name == "b":
             store.get("a")
-    assert store.get("a").response == b'{"id":"a"}'
+    assert store.get("a").response == b'{"id":"a","output":[]}'
     with pytest.raises(Exception, match="no response 'b'"):
         store.get("b")
     store.delete("a")
@@ -317,11 +337,11 @@ def test_the_store_forgets_the_least_recently_used() -> None:
     store.delete("c")
     assert store.num_bytes == 0
     for text in ("long" * 10, ""):
-        store.add({"id": "a", "text": text}, [], [], [])
+        store.add({"id": "a", "text": text, "output": []}, [], [], [])
     assert (len(store), store.num_bytes) == (1, store.get("a").num_bytes)
-    small = ResponseStore(max_bytes=100)
+    small = ResponseStore(max_bytes=120)
     for number in range(20):
-        small.add({"id": str(number)}, [], [], [])
-        assert small.num_bytes <= 100
-    small.add({"id": "x" * 200}, [], [], [])
+        small.add({"id": str(number), "output": []}, [], [], [])
+        assert small.num_bytes <= 120
+    small.add({"id": "x" * 200, "output": []}, [], [], [])
     assert len(small) == 0
