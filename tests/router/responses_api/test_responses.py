@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import orjson
 import pytest
+from openai.types.responses import Response
 
 from common.token_ids import unpack_ids
 from router.responses_api.schemas import ResponsesBody
@@ -60,6 +61,7 @@ async def test_reasoning_text_and_calls_are_items(tokens_per_step: int) -> None:
             assert (response.status, response.output_text) == ("completed", "I look: é")
             assert response.usage.output_tokens_details.reasoning_tokens > 0
             assert response.id.startswith("resp_")
+            Response.model_validate(response.to_dict())  # the client itself does not miss fields
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
         assert events[-1].type == "response.completed"
