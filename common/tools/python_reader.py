@@ -18,7 +18,7 @@ from common.tools.state_reader import StateReader
 from common.tools.tool_parser import Schema
 
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
-_HEAD = re.compile(r"\s{0,64}([A-Za-z0-9_-]{0,64})\s{0,64}")
+_HEAD = re.compile(r"\s{0,64}([A-Za-z0-9_-]{0,128})\s{0,64}")
 _BLANKS = re.compile(r"\s*")
 _MARK = re.compile(r"""["'()\[\]{},]""")
 _IN_STRING = {quote: re.compile(rf"\\|{quote}") for quote in ('"', "'", '"""', "'''")}

@@ -11,7 +11,7 @@ from common.text.stop_strings import num_begun
 from common.tools.call_reader import NO_ARGUMENTS
 
 Schema = Mapping[str, Any]
-MAX_UNNAMED_CHARS = 128  # before the name of a call in a format's variant: `{"name": "` and a name of 64
+MAX_UNNAMED_CHARS = 192  # before the name of a call in a format's variant: `{"name": "` and a name of 128
 _MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|</?\w+>|\[[A-Z_]+\]")
 
 

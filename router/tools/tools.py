@@ -13,7 +13,7 @@ from router.api.schemas import MAX_LIST, Body
 from router.grammar.answer_format import AnswerFields
 
 MAX_SCHEMA_DEPTH = 64  # since chat templates render schemas recursively
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

@@ -62,7 +62,7 @@ TIME_TAGS = "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"
 HERMES_WEATHER = "get_weather", '{"city": "</tool_call> \\"}{"}'
 HERMES_TIME = "get_time", '{"zone": "é\\u00e9", "big": 123456789012345678901234567890}'
 WEATHER_TEXT, TIME_TEXT = call_text(*HERMES_WEATHER), call_text(*HERMES_TIME)
-LATE = f'{{"arguments": {{"city": "{"x" * 120}"}}, "name": "get_weather"}}'  # the name, without waiting for it
+LATE = f'{{"arguments": {{"city": "{"x" * 190}"}}, "name": "get_weather"}}'  # the name, without waiting for it
 BARE, OSLO = '{"name": "get_weather", "arguments": {"city": "Oslo"}}', ("get_weather", '{"city": "Oslo"}')
 HERMES_CASES: list[tuple[str, str, list[Call]]] = [
     (f"{WEATHER_TEXT}\n{TIME_TEXT}", "", [HERMES_WEATHER, HERMES_TIME]),

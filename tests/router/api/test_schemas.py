@@ -137,7 +137,7 @@ _CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f" * 65}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f" * 129}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools.0.function.parameters"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},

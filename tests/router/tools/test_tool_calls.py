@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.common.tools.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE
+from tests.common.tools.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, call_text
 from tests.harness.router import Cluster, replying
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -218,6 +218,25 @@ async def test_strict_calls_that_no_marker_begins(template: str, call: str) -> N
             assert followed.count('"additionalProperties": false') == (template is LLAMA3_TEMPLATE)
         await ask(c, tools=TOOLS)
         assert not c.decode[0].submits[-1].sampling.grammar
+
+
+LONG = "mcp__" + "x" * 123  # the longest name in the Responses API, and in Anthropic's
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (HERMES_TEMPLATE, call_text(LONG, "{}")),
+        (HERMES_TEMPLATE, f'```json\n{{"name": "{LONG}", "arguments": {{}}}}\n```'),
+        (LLAMA3_TEMPLATE, f'{{"name": "{LONG}", "parameters": {{}}}}'),
+        (PYTHON_TEMPLATE, f"[{LONG}()]"),
+    ],
+)
+async def test_long_names(template: str, call: str) -> None:
+    tool: Any = {"type": "function", "function": {"name": LONG}}
+    async with replying(call, template=template) as c:
+        [choice] = (await ask(c, tools=[tool])).choices
+        assert (choice.message.content, calls_of(choice)) == (None, [(LONG, "{}")])
 
 
 async def test_an_answer_may_be_json_or_calls() -> None:
