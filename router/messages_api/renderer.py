@@ -12,7 +12,7 @@ from common.text.tokenizer import Tokenizer
 from common.tools.call_deltas import DeltaToolCall, merged_calls
 from router.api.render import Renderer, RenderOptions
 from router.api.text import ChoiceResult, Update, Usage
-from router.messages_api.schemas import NO_THREADS
+from router.messages_api.schemas import NO_THREADS, MessagesBody
 
 _ANY = TypeAdapter[Any](Any)
 _ERROR_TYPES = {"service_unavailable_error": "overloaded_error", "server_error": "api_error"}
@@ -22,10 +22,10 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 class MessagesRenderer(Renderer):
     """Renders one choice as consecutive content blocks: thinking, text, tool calls."""
 
-    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, max_tokens: int) -> None:
-        """max_tokens: as the client asked; an answer that is cut earlier has reached the end of the context."""
+    def __init__(self, options: RenderOptions, tokenizer: Tokenizer, body: MessagesBody) -> None:
         super().__init__(options, tokenizer, "message")
-        self._max_tokens = max_tokens
+        self._max_tokens = body.max_tokens  # an answer that is cut earlier has reached the end of the context
+        self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._num_blocks = 0
         self._open = ""  # kind of the open block
         self._ended: Update | ChoiceResult | None = None
@@ -36,7 +36,7 @@ class MessagesRenderer(Renderer):
 
     def chunk(self, index: int, update: Update | ChoiceResult, usage: Usage) -> bytes:
         events = []
-        if update.reasoning:
+        if update.reasoning and self._shows_thinking:
             events.append(self._part("thinking", {"thinking": "", "signature": ""}, update.reasoning))
         if update.text:
             events.append(self._part("text", {"text": ""}, update.text))
@@ -55,7 +55,7 @@ class MessagesRenderer(Renderer):
     def answer(self, results: Sequence[ChoiceResult], usage: Usage) -> bytes:
         [result] = results
         blocks: list[dict[str, Any]] = []
-        if result.reasoning:
+        if result.reasoning and self._shows_thinking:
             blocks.append({"type": "thinking", "thinking": result.reasoning, "signature": ""})
         if result.text:
             blocks.append({"type": "text", "text": result.text})

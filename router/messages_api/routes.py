@@ -29,10 +29,7 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
         request.scope[FIELD_NAMES] = [partial(client_field, body)]
         chat = parse_body(MESSAGES_CHAT_BODY, fields)
         return await gateway.chat(
-            request,
-            chat,
-            arrival,
-            lambda _, options, tokenizer: MessagesRenderer(options, tokenizer, body.max_tokens),
+            request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer, body)
         )
 
     async def count_tokens(request: Request) -> Response:

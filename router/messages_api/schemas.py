@@ -83,6 +83,7 @@ class Thinking(Body):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Label | None = None
 
 
 class OutputFormat(Body):
@@ -155,7 +156,9 @@ class PromptBody(Body):
 class MessagesBody(PromptBody):
     """POST /v1/messages"""
 
-    no_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "service_tier", "thinking.budget_tokens"})
+    no_effect: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "service_tier", "diagnostics", "thinking.budget_tokens"}
+    )
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
@@ -165,6 +168,7 @@ class MessagesBody(PromptBody):
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: Metadata | None = None
     service_tier: Label | None = None
+    diagnostics: Any = None  # asks why a prompt was not cached
 
 
 class ChatFields(Body):

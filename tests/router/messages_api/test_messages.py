@@ -89,6 +89,14 @@ async def test_thinking_text_and_calls_are_blocks(tokens_per_step: int) -> None:
         assert counted.input_tokens == prompt_tokens
 
 
+async def test_thinking_may_be_left_out_of_the_answer() -> None:
+    async with replying("<think>\nHm.\n</think>\n\nYes.") as (_, client):
+        wanted = {"type": "adaptive", "display": "omitted"}
+        for message in (await ask(client, thinking=wanted), await streamed(client, thinking=wanted)):
+            assert [block.type for block in message.content] == ["text"]
+        assert (await ask(client, thinking={**wanted, "display": "summarized"})).content[0].thinking == "Hm."
+
+
 async def test_thinking_ends_with_its_signature() -> None:
     async with replying("<think>\nHm.\n</think>\n\nYes.") as (_, client):
         events = await client.messages.create(model="dry-run", max_tokens=99, messages=HELLO, stream=True)
@@ -142,6 +150,9 @@ async def test_the_answer_names_fields_without_effect() -> None:
         asked = {"model": "dry-run", "max_tokens": 4, "messages": HELLO, "service_tier": "auto"}
         answer = await client.messages.with_raw_response.create(**asked)
         assert answer.headers["x-mini-infer-ignored"] == "service_tier"
+        labels: Any = {"diagnostics": {"previous_message_id": None}, "cache_control": {"type": "ephemeral"}}
+        answer = await client.messages.with_raw_response.create(**asked, **labels)
+        assert answer.headers["x-mini-infer-ignored"] == "cache_control, diagnostics, service_tier"
         advice: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}}
         answer = await client.messages.with_raw_response.create(**{**asked, **advice})
         named = "service_tier, thinking.budget_tokens, output_config.effort, thinking"
