@@ -27,7 +27,7 @@ from router.responses_api.output import DeltaLengths
 from router.responses_api.queries import DEFAULT_LIMIT, first_event, page_of
 from router.responses_api.renderer import ResponsesRenderer
 from router.responses_api.replay import replay
-from router.responses_api.schemas import AnyItem, ItemReference, MessageItem, ResponsesBody
+from router.responses_api.schemas import AnyItem, ChatFields, ItemReference, MessageItem, ResponsesBody
 from router.responses_api.store import ResponseStore, StoredResponse
 from router.responses_api.translation import chat_fields, client_field, messages_of, namespaces_of
 
@@ -148,7 +148,8 @@ async def _replayed(stored: StoredResponse, first: int) -> AsyncIterator[bytes]:
 
 def _facts(body: ResponsesBody) -> dict[str, Any]:
     """Return the fields of a request that its response repeats."""
-    given = body.model_dump(by_alias=True, exclude={"input", "stream", "stream_options", "include"})
+    unsaid = {"input", "stream", "stream_options", "include", *ChatFields.model_fields}
+    given = body.model_dump(by_alias=True, exclude=unsaid)
     text = {"format": {"type": "text"}} | {key: value for key, value in (given["text"] or {}).items() if value}
     reasoning = given["reasoning"] or {"effort": None, "summary": None}
     return {

@@ -124,7 +124,23 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(Body):
+class ChatFields(Body):
+    """vLLM's fields, which mean the same in a chat completion and are checked there."""
+
+    cache_salt: Any = None
+    ignore_eos: Any = None
+    include_stop_str_in_output: Any = None
+    logit_bias: Any = None
+    priority: Any = None
+    repetition_penalty: Any = None
+    seed: Any = None
+    skip_special_tokens: Any = None
+    stop: Any = None
+    structured_outputs: Any = None
+    top_k: Any = None
+
+
+class ResponsesBody(ChatFields):
     """POST /v1/responses"""
 
     # Labels and hints; a response repeats some of them.

@@ -11,6 +11,7 @@ from common.errors import InvalidRequestError
 from router.responses_api.schemas import (
     AnyItem,
     AnyTool,
+    ChatFields,
     FunctionCallItem,
     FunctionOutputItem,
     FunctionTool,
@@ -48,6 +49,7 @@ def chat_fields(body: ResponsesBody, messages: Sequence[Message]) -> dict[str, A
         "top_p": body.top_p,
         "stream": body.stream or body.background,
         "user": body.user,
+        **body.model_dump(include=set(ChatFields.model_fields), exclude_none=True),
     }
     if body.tools:
         fields["tools"] = [

@@ -299,6 +299,29 @@ async def test_a_built_in_tool_is_refused_with_advice() -> None:
         assert (refused.value.param, refused.value.code) == ("tools.1.type", "unsupported_parameter")
 
 
+async def test_vllms_fields_are_those_of_chats() -> None:
+    async with replying("One. Two.", template=TEMPLATE) as c:
+        fields = {
+            "ignore_eos": True,
+            "seed": 7,
+            "top_k": 3,
+            "repetition_penalty": 1.5,
+            "priority": 2,
+            "cache_salt": "s",
+        }
+        response = await ask(c, extra_body={**fields, "stop": [" T"], "include_stop_str_in_output": True})
+        assert response.output_text == "One. T"
+        assert "seed" not in response.to_dict()  # OpenAI's responses have no such fields
+        submit = c.decode[0].submits[0]
+        sampling = submit.sampling
+        assert (sampling.ignore_eos, sampling.seed, sampling.top_k, submit.priority) == (True, 7, 3, 2)
+        assert (sampling.repetition_penalty, submit.cache_salt) == (1.5, "s")
+        for wrong in ({"ignore_eos": "yes"}, {"seed": "1"}, {"stop": [""]}, {"top_k": -2}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask(c, extra_body=wrong)
+            assert (refused.value.param or "").partition(".")[0] in wrong
+
+
 async def test_fields_that_ask_for_nothing_are_accepted() -> None:
     async with replying("x", template=TEMPLATE) as c:
         for fields in (
