@@ -167,7 +167,6 @@ class Tokenizer:
     def _piece_bytes_function(self) -> Any:
         """Return the function from token id to bytes. Raises UnsupportedModelError for unknown kinds of decoder."""
         to_text = self._backend.id_to_token
-        added = frozenset(self._backend.get_added_tokens_decoder())
         if isinstance(self._backend.decoder, decoders.ByteLevel):
             byte_of = byte_level_alphabet().__getitem__
 
@@ -187,9 +186,9 @@ class Tokenizer:
                 text = to_text(token_id)
                 if text is None:
                     return None
-                if token_id not in added and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text):
+                if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text):
                     return bytes([int(text[3:5], 16)])
-                return (text if token_id in added else text.replace("▁", " ")).encode()
+                return text.replace("▁", " ").encode()  # of added tokens, too: Gemma's runs of spaces are some
 
             return sentencepiece
         raise UnsupportedModelError(
