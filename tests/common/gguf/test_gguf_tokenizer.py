@@ -103,6 +103,23 @@ def test_a_file_without_a_flag_begins_texts_as_its_pre_tokenizer_says(
     assert tokenizer.encode("ab", add_special_tokens=True) == [258] * is_added + [257]
 
 
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (["<end_of_turn>", "<start_of_turn>"], ["<|end|>", "<end_of_turn>"]),  # Gemma's, whose files name <eos>
+        (["<|user|>", "<|endoftext|>"], ["<|end|>", "<|endoftext|>"]),
+        (["<|return|>", "<|call|>", "<|channel|>"], ["<|call|>", "<|return|>"]),  # <|end|> ends a message of gpt-oss
+    ],
+)
+def test_tokens_that_end_an_answer_without_being_named(texts: list[str], ends: list[str], tmp_path: Path) -> None:
+    metadata = byte_level("default")
+    metadata["tokenizer.ggml.tokens"] += texts
+    metadata["tokenizer.ggml.token_type"] += [3] * len(texts)
+    eos = metadata["tokenizer.ggml.tokens"].index(ends[0])
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", metadata | {"tokenizer.ggml.eos_token_id": eos}))
+    assert sorted(map(tokenizer.token_text, tokenizer.eos_token_ids)) == sorted(ends)
+
+
 def test_sentencepiece(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", sentencepiece()))
     token_ids = tokenizer.encode("hello helé", add_special_tokens=True)
