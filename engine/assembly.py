@@ -30,6 +30,7 @@ from engine.wings import Adapters, OnProgress, Prepare, no_progress
 from kvstore.layout import PoolGeometry
 
 if TYPE_CHECKING:
+    from common.text.tokenizer import Tokenizer
     from engine.expert_balancing.rebalancing import Balancing
     from engine.loader.load import LoadedModel
     from engine.objectives.prompt_budget import PromptBudget
@@ -50,6 +51,12 @@ class EngineParts:
     geometry: PoolGeometry
     config: EngineConfig  # without automatic values
     cuda_graphs: bool
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer; the engine then stops at the ends of sequence that it names, too."""
+        tokenizer = self.loaded.tokenizer()
+        self.engine.eos_token_ids |= frozenset(tokenizer.eos_token_ids)
+        return tokenizer
 
 
 def assemble(

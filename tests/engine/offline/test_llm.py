@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from engine.cpu.runner import CpuRunner
 from engine.engine import DeviceLostError
 from engine.plan import PendingStep, StepPlan
 from mini_infer import LLM, SamplingParams
+from tests.engine.tiny_models import EOS, TinyModel
+from tests.harness.cluster import save_with_tokenizer
 
 PROMPTS = ["a", "Hello there", "The quick brown fox " * 6, "0123456789" * 30, "émoji 🙂 and 漢字 " * 5, "z" * 90]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -71,6 +74,16 @@ def test_no_setting_changes_a_token(
 @pytest.mark.parametrize("name", ["LLM", "AsyncLLM", "Completion", "Embedding", "SamplingParams"])
 def test_the_engine_has_the_names_of_the_python_api(name: str) -> None:
     assert getattr(engine, name) is getattr(mini_infer, name)
+
+
+def test_answers_end_with_the_ends_of_sequence_of_config_and_tokenizer(tmp_path: Path) -> None:
+    """Fine-tuned models often name the end of a message in one of them alone."""
+    folder = save_with_tokenizer(TinyModel("Llama", {"vocab_size": 320}), tmp_path)
+    llm = LLM(str(folder), num_gpu_blocks=32, num_threads=1)
+    for end in (EOS, 258):
+        params = SamplingParams(max_tokens=5, temperature=0.0, logit_bias=((end, 100.0),))
+        [answer] = llm.generate("a", params)
+        assert (answer.token_ids, answer.finish_reason) == ([end], "stop")
 
 
 def test_a_stop_string_ends_an_answer_before_itself() -> None:
