@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,15 @@ def tool_format(template: str, parser: str = "auto") -> ToolFormat:
         if pattern.search(template):
             return found
     raise InvalidRequestError("tools: this server cannot read the calls that this model writes", "tools")
+
+
+def new_call_id(written: ToolFormat, name: str, num_before: int) -> str:
+    """Return the id of a call, in the form that templates which show ids take. num_before: calls before it."""
+    if written is KIMI_K2:
+        return f"functions.{name}:{num_before}"
+    if written in (MISTRAL_LIST, MISTRAL_NAMED):
+        return secrets.token_hex(5)[:9]  # Mistral's templates refuse conversations with other ids
+    return f"call_{secrets.token_hex(12)}"
 
 
 def calls_grammar(

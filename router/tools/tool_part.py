@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from common.tools.call_deltas import DeltaToolCall, merged_calls
+from common.tools.tool_format import new_call_id
 from common.tools.tool_parser import CallDelta, ToolCallParser
 from router.api.text import ChoiceResult, Update
 from router.tools.tool_use import ToolUse
@@ -26,7 +26,8 @@ class ToolPart:
         return answer  # it already includes the calls
 
     def stage(self, prompt_token_ids: list[int]) -> ToolStage:
-        return ToolStage(self._use)
+        num_before = 0 if self._use.begin_id is None else prompt_token_ids.count(self._use.begin_id)
+        return ToolStage(self._use, num_before)
 
     def delta(self, index: int, update: Update | ChoiceResult) -> dict[str, Any]:
         if not update.tool_calls:
@@ -50,12 +51,13 @@ class ToolPart:
 
 
 class ToolStage:
-    """Takes the tool calls out of one choice's text."""
+    """Takes the tool calls out of one choice's text. num_before: calls in the prompt, where a token begins them."""
 
-    def __init__(self, use: ToolUse) -> None:
+    def __init__(self, use: ToolUse, num_before: int) -> None:
         self._parser = ToolCallParser(
             use.written, use.functions, use.is_parallel, use.is_forced, has_variants=not use.is_json
         )
+        self._written, self._num_before = use.written, num_before
         self._num_calls = 0
 
     def take(self, update: Update) -> None:
@@ -71,8 +73,8 @@ class ToolStage:
     def _numbered(self, delta: CallDelta) -> DeltaToolCall:
         call_id = ""
         if delta.name:
+            call_id = new_call_id(self._written, delta.name, self._num_before + self._num_calls)
             self._num_calls += 1
-            call_id = f"call_{secrets.token_hex(12)}"
         return DeltaToolCall(self._num_calls - 1, call_id, delta.name, delta.arguments)
 
 

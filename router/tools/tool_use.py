@@ -29,6 +29,7 @@ class ToolUse:
     is_parallel: bool
     is_forced: bool  # an answer consists of calls only
     is_json: bool  # without calls, an answer is JSON in a given format, which may look like a call without its marker
+    begin_id: int | None  # of the special token that begins a call
     shown: frozenset[int]  # special tokens that mark calls
     grammar: str  # empty: the model decides
     unfollowed: tuple[str, ...]  # fields whose schema no grammar can follow
@@ -50,6 +51,7 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
         is_parallel,
         is_forced(body.tool_choice),
         json_answer_schema(body.response_format) is not None,
+        special.get(written.begin),
         frozenset(special[text] for text in written.markers if text in special),
         grammar,
         tuple(unfollowed),

@@ -8,9 +8,11 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from tokenizers import Tokenizer as Backend
 
+from common.text.tokenizer import Tokenizer
 from tests.common.tools.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, call_text
-from tests.harness.router import Cluster, replying
+from tests.harness.router import DRY_RUN, Cluster, Script, cluster, replying
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {
@@ -103,6 +105,42 @@ async def test_tools_reach_the_template_and_results_come_back(no_arguments: str)
         second = await ask(c, messages=again, extra_body={"return_token_ids": True})
         prompt = bytes(second.prompt_token_ids).decode()
         assert prompt.endswith(f"[user]Hello[assistant]\n{TWO}[tool]noon[assistant]")
+
+
+MISTRAL_TEMPLATE = """{{ tools }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or () %}
+{%- if call.id | length != 9 %}{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+{%- endif %}[TOOL_CALLS]{{ call | tojson }}{% endfor %}{% endfor %}"""
+KIMI_TEMPLATE = """{{ tools }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or () -%}
+<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>
+{%- endfor %}{% endfor %}"""
+
+
+async def test_ids_of_calls_are_those_that_mistrals_templates_take() -> None:
+    async with replying('[TOOL_CALLS][{"name": "get_time", "arguments": {}}]', template=MISTRAL_TEMPLATE) as c:
+        message = (await ask(c)).choices[0].message
+        assert message.tool_calls[0].id.isalnum()
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noon"}
+        again = await ask(c, messages=[*MESSAGES, message.model_dump(exclude_none=True), result])
+        assert again.choices[0].message.tool_calls[0].id != message.tool_calls[0].id
+
+
+async def test_ids_of_kimis_calls_have_name_and_number() -> None:
+    """Its template writes them into the prompt, as the model is trained on them."""
+    backend = Backend.from_str(DRY_RUN._backend.to_str())
+    backend.add_special_tokens(["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"])
+    templates = {"default": KIMI_TEMPLATE}
+    tokenizer = Tokenizer(backend, bos_id=256, eos_token_ids=[257], templates=templates)
+    call = "<|tool_call_begin|>functions.get_time:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    script = Script(reply=backend.encode(call * 2, add_special_tokens=False).ids)
+    async with cluster(script=script, tokenizer=tokenizer, info={"max_model_len": 4096}) as c:
+        messages = [*MESSAGES]
+        for first in (0, 2):
+            message = (await ask(c, messages=messages)).choices[0].message
+            assert [call.id for call in message.tool_calls] == [f"functions.get_time:{first + n}" for n in range(2)]
+            messages += [
+                message.model_dump(exclude_none=True),
+                *({"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in message.tool_calls),
+            ]
 
 
 async def test_tools_that_must_not_be_called_are_not_shown() -> None:
