@@ -76,12 +76,13 @@ class Message(schemas.Message):
         plain = super().for_template()
         if self.content is None:
             plain["content"] = self.refusal or ""
-        if self.reasoning_content is not None:
-            plain["reasoning_content"] = self.reasoning_content
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is not None:
+            plain["reasoning_content"] = reasoning
+            if not (self.tool_calls and plain["content"]):  # gpt-oss's template refuses both in a message with calls
+                plain["thinking"] = reasoning  # its name there
         if self.tool_call_id is not None:
             plain["tool_call_id"] = self.tool_call_id
-        if self.reasoning is not None:
-            plain.setdefault("reasoning_content", self.reasoning)
         if self.tool_calls:
             plain["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": call.function.for_template()}

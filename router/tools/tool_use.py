@@ -11,10 +11,11 @@ from common.errors import InvalidRequestError
 from common.grammar.grammar import MAX_GRAMMAR_CHARS, json_schema
 from common.grammar.json_schemas import closed, without_unique
 from common.text.tokenizer import Tokenizer
+from common.tools.named_calls import HARMONY
 from common.tools.tool_format import calls_grammar, text_and_calls_grammar, tool_format
 from common.tools.tool_parser import Schema, ToolFormat
 from router.grammar.answer_format import answer_grammar, checked_grammar, followed_schema, json_answer_schema
-from router.tools.tools import NamedTool, ToolFields, is_forced
+from router.tools.tools import NamedTool, Tool, ToolFields, is_forced
 
 ANY_OBJECT: Schema = {"type": "object"}
 
@@ -46,7 +47,7 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
     grammar, unfollowed = await _grammar(body, num_choices, written, is_parallel, special)
     return ToolUse(
         written,
-        [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools],
+        [_description(tool, written) for tool in body.tools],
         {tool.function.name: tool.function.arguments_schema for tool in body.tools},
         is_parallel,
         is_forced(body.tool_choice),
@@ -56,6 +57,14 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
         grammar,
         tuple(unfollowed),
     )
+
+
+def _description(tool: Tool, written: ToolFormat) -> dict[str, Any]:
+    """Return a tool for the chat template."""
+    found = tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+    if written is HARMONY:
+        found["function"].setdefault("description", "")  # gpt-oss's template takes no tool without one
+    return found
 
 
 async def _grammar(

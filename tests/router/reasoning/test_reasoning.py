@@ -173,3 +173,29 @@ async def test_reasoning_that_comes_back_reaches_the_template() -> None:
         await ask(c, [{"role": "user", "content": "?"}, sent, {"role": "user", "content": "??"}])
         prompt = unpack_ids(c.decode[0].submits[0].prompt_token_ids)
         assert bytes(prompt).endswith(b"[assistant][reasoned]Hm.")
+
+
+# What gpt-oss's template reads of tools and answers, and what it refuses.
+GPT_OSS = r"""
+{%- for tool in tools %}{{- "// " + tool.function.description + "\ntype " + tool.function.name }}{%- endfor %}
+{%- for message in messages %}
+    {%- if "tool_calls" in message %}
+        {%- if message.content and message.thinking %}{{- raise_exception("Cannot pass both content and thinking") }}
+        {%- elif message.content or message.thinking %}
+            {{- "<|channel|>analysis<|message|>" + (message.content or message.thinking) + "<|end|>" }}
+        {%- endif %}
+        {{- "<|start|>assistant to=functions." + message.tool_calls[0].function.name + "<|channel|>commentary" }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize(("content", "shown"), [(None, "Hm."), ("I look.", "I look.")])
+async def test_reasoning_before_a_call_reaches_gpt_oss(content: str | None, shown: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
+    sent = {"role": "assistant", "content": content, "reasoning": "Hm.", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "noon"}
+    async with replying("Yes.", template=GPT_OSS) as c:
+        await ask(c, [{"role": "user", "content": "?"}, sent, result], tools=TOOLS)
+        prompt = bytes(unpack_ids(c.decode[0].submits[0].prompt_token_ids)).decode()
+        assert prompt.startswith(f"// \ntype get_time<|channel|>analysis<|message|>{shown}<|end|>")
