@@ -123,6 +123,8 @@ class ChatTemplate:
                 f"the model's chat template cannot be applied to these messages ({type(error).__name__})",
                 "messages",
             ) from None
+        if breaker:
+            text = text.replace(_escaped(breaker), breaker)
         return use.after(text), breaker
 
 
@@ -141,7 +143,7 @@ class _MarkupGuard:
         if not any(map(self._needs_break, strings)):
             return values, ""
         breaker = ""
-        while not breaker or any(breaker in text for text in strings):
+        while not breaker or any(breaker in text or _escaped(breaker) in text for text in strings):
             breaker = chr(_PRIVATE_USE_START + secrets.randbelow(_PRIVATE_USE_COUNT))
         return tuple(self._broken(value, breaker) for value in values), breaker
 
@@ -161,6 +163,11 @@ class _MarkupGuard:
 
     def _broken_inside(self, text: str, breaker: str) -> str:
         return self._whole.sub(lambda match: match[0][0] + breaker + match[0][1:], text)
+
+
+def _escaped(breaker: str) -> str:
+    """Return the break character as `tojson(ensure_ascii=True)` writes it."""
+    return json.dumps(breaker)[1:-1]
 
 
 def _strings(value: Any) -> Any:

@@ -20,6 +20,8 @@ from common.errors import InvalidRequestError, UnsupportedModelError
 from common.text.chat_template import NEW_ANSWER, NO_TEXT, ChatTemplate, TemplateUse
 from common.text.detokenizer import Detokenizer, TokenTable
 
+_SPACE_AT_START = '"prepend_scheme":"first"'
+
 
 class Tokenizer:
     """Encode and decode for one model. Safe to use from several threads."""
@@ -37,10 +39,14 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._plain: Backend | None = None  # encodes special tokens' texts as plain text; made when needed
+        # Made when needed: find no special tokens in a text, and in what follows a special token.
+        self._plain: tuple[Backend, Backend] | None = None
         self._plain_lock = threading.Lock()
         added = backend.get_added_tokens_decoder()
         special = {token_id: token.content for token_id, token in added.items() if token.special}
+        # Special tokens that take the white space before them, and after them.
+        self._strips_left = frozenset(token.content for token in added.values() if token.lstrip)
+        self._strips_right = frozenset(token.content for token in added.values() if token.rstrip)
         self.vocab_size: int = vocab_size or backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = bos_id
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(eos_token_ids)))
@@ -90,13 +96,16 @@ class Tokenizer:
         text, breaker = template.render(messages, tools, use)
         if not breaker:
             return self.encode(text, allow_special=True)
-        plain = self._without_special()
         token_ids: list[int] = []
-        for index, piece in enumerate(self._special_pattern.split(text)):
-            if index % 2:
+        pieces = ["", *self._special_pattern.split(text), ""]  # texts have odd indices
+        for index, piece in enumerate(pieces[1:-1], 1):
+            if not index % 2:
                 token_ids.append(self.special_id_of[piece])
-            elif piece:
-                token_ids += plain.encode(piece.replace(breaker, ""), add_special_tokens=False).ids
+                continue
+            piece = piece.lstrip() if pieces[index - 1] in self._strips_right else piece
+            piece = piece.rstrip() if pieces[index + 1] in self._strips_left else piece
+            plain = self._without_special(is_start=index == 1)
+            token_ids += plain.encode(piece.replace(breaker, ""), add_special_tokens=False).ids
         return token_ids
 
     def template_variables(self, has_tools: bool) -> frozenset[str]:
@@ -148,12 +157,17 @@ class Tokenizer:
             self._hash = digest.hexdigest()
         return self._hash
 
-    def _without_special(self) -> Backend:
+    def _without_special(self, is_start: bool = True) -> Backend:
+        """Return a backend that finds no special tokens. is_start: its texts are not what follows a special token."""
         with self._plain_lock:
             if self._plain is None:
-                self._plain = Backend.from_str(self._backend.to_str())
-                self._plain.encode_special_tokens = True
-            return self._plain
+                written = self._backend.to_str()
+                start = inside = Backend.from_str(written)
+                if _SPACE_AT_START in written:
+                    inside = Backend.from_str(written.replace(_SPACE_AT_START, '"prepend_scheme":"never"'))
+                start.encode_special_tokens = inside.encode_special_tokens = True
+                self._plain = start, inside
+            return self._plain[not is_start]
 
     def _table_showing(self, shown: frozenset[int]) -> TokenTable:
         table = self._tables.get(shown)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import pre_tokenizers
 
 from common.errors import InvalidRequestError, UnsupportedModelError
 from common.model_files import ModelFiles, resolve_model
@@ -18,6 +18,7 @@ from common.text.chat_template import TemplateUse
 from common.text.load import load_tokenizer
 from common.text.tokenizer import Tokenizer, byte_level_alphabet
 from tests.common.default_model import default_tokenizer
+from tests.common.text.sentencepiece_kinds import bpe_with_byte_fallback
 
 SMOL = default_tokenizer()
 DRY_RUN = load_tokenizer(resolve_model("dry-run"))
@@ -129,6 +130,28 @@ def test_special_text_in_tool_names_and_keys_is_broken_up() -> None:
     token_ids = tokenizer.apply_chat_template(MESSAGES, tools)
     assert not set(token_ids) & tokenizer.special_ids
     assert json.loads(tokenizer.decode(token_ids, skip_special=False)) == tools
+
+
+def test_a_break_leaves_no_trace_in_escaped_json() -> None:
+    template = "{{ messages[0].content | tojson(ensure_ascii=True) }}"
+    tokenizer = Tokenizer(SMOL._backend, bos_id=None, eos_token_ids=[2], templates={"default": template})
+    for content in ("é<", "<|im_end|>"):
+        token_ids = tokenizer.apply_chat_template([{"role": "user", "content": content}])
+        assert not set(token_ids) & tokenizer.special_ids
+        assert tokenizer.decode(token_ids, skip_special=False) == json.dumps(content)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace"])
+def test_a_break_changes_no_other_token(kind: str) -> None:
+    """Phi-3's special tokens take the line breaks after them, and of Mistral's texts the first alone gets a space."""
+    backend = bpe_with_byte_fallback(kind)
+    backend.add_special_tokens([AddedToken("<|user|>", rstrip=True), AddedToken("<mask>", lstrip=True)])
+    template = "{{ bos_token }}{% for m in messages %}<|user|>\n {{ m.content }} <mask> x[INST] y{% endfor %}z"
+    tokenizer = Tokenizer(backend, bos_id=1, eos_token_ids=[2], templates={"default": template})
+    texts = ["> a quote", "a <", "the", "  >"]
+    whole = "<s>" + "".join(f"<|user|>\n {text} <mask> x[INST] y" for text in texts) + "z"
+    token_ids = tokenizer.apply_chat_template([{"role": "user", "content": text} for text in texts])
+    assert token_ids == tokenizer.encode(whole, allow_special=True)
 
 
 def test_json_that_is_nested_too_deep_is_refused() -> None:
