@@ -92,7 +92,13 @@ def _add_special_tokens(backend: Tokenizer, metadata: Mapping[str, Any], tokens:
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     control = [token for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _UNKNOWN)]
     defined = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    # Files do not say which special tokens take the white space after them. Phi-3's do, but not those of Phi-4, whose
+    # files name the same architecture.
+    is_phi3 = (metadata.get("general.architecture"), metadata.get("tokenizer.ggml.model")) == ("phi3", "llama")
+    strips = set(control) - {"<unk>", "<s>", "<|endoftext|>"} if is_phi3 else set()
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False, rstrip=token in strips) for token in control]
+    )
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
     by_default = metadata.get("tokenizer.ggml.model") == "llama" or _cutting(metadata).adds_bos

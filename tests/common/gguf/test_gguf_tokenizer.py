@@ -131,6 +131,20 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert pieces == ["", "hello", " ", "he", "l", "", "é"]
 
 
+@pytest.mark.parametrize("arch", ["phi3", "llama"])
+def test_special_tokens_of_phi3_take_the_white_space_after_them(arch: str) -> None:
+    metadata = sentencepiece() | {"general.architecture": arch}
+    metadata["tokenizer.ggml.tokens"] += ["<|user|>", "<|endoftext|>", "\n"]
+    metadata["tokenizer.ggml.token_type"] += [3, 3, 1]
+    metadata["tokenizer.ggml.scores"] += [0.0, 0.0, -20.0]
+    backend = backend_from_metadata(metadata)
+    token_ids = backend.encode("<|user|>\nhello<|endoftext|>\n", add_special_tokens=False).ids
+    tokens = [backend.id_to_token(token_id) for token_id in token_ids]
+    line_break = ["▁", "\n"]
+    hello = ["▁hello"] if arch == "phi3" else [*line_break, "hello"]
+    assert tokens == ["<|user|>", *hello, "<|endoftext|>", *line_break]
+
+
 def test_a_text_keeps_its_first_space_if_the_tokenizer_adds_none(tmp_path: Path) -> None:
     metadata = sentencepiece() | {"tokenizer.ggml.add_space_prefix": False}  # as Gemma's
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", metadata))
