@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
@@ -73,9 +73,15 @@ def _from_directory(folder: Path) -> Tokenizer:
     eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
     if eos is not None:
         eos_ids = [eos, *eos_ids]
+    bos_id = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
+    is_llamas = str(config.get("tokenizer_class")).startswith("LlamaTokenizer")
+    if is_llamas and config.get("add_bos_token") and bos_id is not None and bos_id not in backend.encode("a").ids:
+        # DeepSeek's tokenizer.json adds none; transformers 4 and llama.cpp do as these fields say.
+        special_tokens = [(named["bos_token"], bos_id)]
+        backend.post_processor = processors.TemplateProcessing([named["bos_token"], "$A"], None, special_tokens)
     return Tokenizer(
         backend,
-        bos_id=backend.token_to_id(named["bos_token"]) if "bos_token" in named else None,
+        bos_id=bos_id,
         eos_token_ids=eos_ids,
         templates=_directory_templates(folder, config),
         named_tokens=named,

@@ -279,6 +279,26 @@ def test_directory(directory: Path) -> None:
     assert tokenizer.apply_chat_template(MESSAGES, tools=[{}]) == [ord("A")]
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_added"),
+    [
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}, True),  # as DeepSeek-V2's and V3's
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False}, False),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_a_text_begins_as_the_config_of_a_llama_tokenizer_says(
+    fields: dict[str, Any], is_added: bool, directory: Path
+) -> None:
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    tokenizer = load_tokenizer(ModelFiles("x", "directory", directory))
+    assert tokenizer.encode("a", add_special_tokens=True) == [256] * is_added + [ord("a")]
+    assert tokenizer.encode("a") == [ord("a")]
+
+
 def test_directory_without_template_or_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").unlink()
     with pytest.raises(InvalidRequestError, match="no chat template"):
