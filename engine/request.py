@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from math import inf
+from math import inf, isfinite
+from numbers import Integral, Real
 from typing import NewType
 
 from common.errors import InvalidRequestError
@@ -23,6 +24,9 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 1024
 MAX_BIASES = 1024
 MAX_SPECULATIVE_TOKENS = 64
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "num_speculative_tokens")
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", *_OPTIONAL)
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 POOLINGS = ("last", "mean", "cls")  # see `engine.pooling.vectors`
 
 
@@ -60,6 +64,15 @@ class SamplingParams:
             if not ok:
                 raise InvalidRequestError(f"{param} {what}", param)
 
+        for names, exact, kind, what in ((_INTEGERS, int, Integral, "integer"), (_NUMBERS, float, Real, "number")):
+            for name in names:
+                value = getattr(self, name)
+                if type(value) is exact or (value is None and name in _OPTIONAL):
+                    continue
+                ok = isinstance(value, kind) and not isinstance(value, bool)
+                require(ok, name, f"must be {'an' if exact is int else 'a'} {what}, not {value!r}")
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"):
+            require(isinstance(getattr(self, name), tuple | list), name, "must be a tuple")
         require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be between 0 and max_tokens")
         require(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
@@ -81,6 +94,9 @@ class SamplingParams:
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", "has too many entries")
         require(all(self.bad_words), "bad_words", "must not hold an empty sequence")
         require(len(self.logit_bias) <= MAX_BIASES, "logit_bias", "has too many entries")
+        are_pairs = all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in self.logit_bias)
+        are_finite = are_pairs and all(isinstance(bias, Real) and isfinite(bias) for _, bias in self.logit_bias)
+        require(are_finite, "logit_bias", "must hold pairs of a token id and a finite number")
 
     @property
     def truncates(self) -> bool:

@@ -46,7 +46,11 @@ def check_request(request: Request, vocab_size: int) -> None:
 
 
 def _check_in_vocabulary(what: str, token_ids: Sequence[int], vocab_size: int, param: str | None) -> None:
-    if token_ids and _largest(token_ids) >= vocab_size:
+    try:
+        is_outside = bool(token_ids) and _largest(token_ids) >= vocab_size
+    except TypeError:
+        raise InvalidRequestError(f"{what} must hold token ids, which are integers", param) from None
+    if is_outside:
         raise InvalidRequestError(f"{what} holds a token id outside the vocabulary (0 to {vocab_size - 1})", param)
 
 

@@ -44,7 +44,7 @@ def apply_params(row: Tensor, request: RequestState, position: int) -> None:
         row.masked_fill_(torch.from_numpy(blocked).to(row.device), MINUS_INFINITY)
     if params.logit_bias:
         biased = torch.tensor([token_id for token_id, _ in params.logit_bias], device=row.device)
-        biases = torch.tensor([bias for _, bias in params.logit_bias], device=row.device)
+        biases = torch.tensor([bias for _, bias in params.logit_bias], dtype=row.dtype, device=row.device)
         row.index_add_(0, biased, biases)
     known = request.token_ids[:position]
     if params.repetition_penalty != 1.0:

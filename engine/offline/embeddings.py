@@ -22,8 +22,8 @@ class Embedding:
 
 def vector_params(pooling: str, dimensions: int | None) -> SamplingParams:
     """What is asked of the engine. Raises InvalidRequestError."""
-    if dimensions is not None and dimensions < 1:
-        raise InvalidRequestError("dimensions must be at least 1", "dimensions")
+    if dimensions is not None and not (isinstance(dimensions, int) and dimensions >= 1):
+        raise InvalidRequestError("dimensions must be an integer of at least 1", "dimensions")
     if not pooling:
         raise InvalidRequestError("pooling must be auto, last, mean or cls", "pooling")
     return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=pooling)

@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from common.errors import EngineError
+from engine.offline.arguments import Message, Prompt, stop_strings
 from engine.offline.embeddings import Embedding, Vectors, vector_params
 from engine.offline.mailboxes import Item, Mailboxes, TokensAndParams
-from engine.offline.text_engine import Answers, Completion, Message, OfflineModel, Prompt, TextStream, stop_strings
+from engine.offline.text_engine import Answers, Completion, OfflineModel, TextStream
 from engine.request import Request, RequestOutput, SamplingParams
 
 

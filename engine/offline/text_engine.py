@@ -6,7 +6,7 @@ What `LLM` and `AsyncLLM` have in common. It does not know who steps the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,21 @@ from common.wings import require_wing
 from engine.assembly import assemble
 from engine.config import EngineConfig, GpuConfig
 from engine.engine import Engine
+from engine.offline.arguments import (
+    Message,
+    Prompt,
+    checked_setting,
+    message_list,
+    params_list,
+    prompt_list,
+    stop_strings,
+)
 from engine.offline.mailboxes import TokensAndParams
 from engine.offline.progress import terminal_progress
 from engine.request import Request, RequestId, RequestOutput, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.models.config import ModelConfig
-
-Prompt = str | Sequence[int]  # text, or token ids as they are
-Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 
 @dataclass(slots=True)
@@ -63,13 +69,13 @@ class OfflineModel:
     def load(cls, model: str, settings: Mapping[str, Any]) -> OfflineModel:
         """settings: those of `EngineConfig` and `GpuConfig`. Raises ConfigError with what to do."""
         names = _setting_names(EngineConfig, GpuConfig)
-        chosen: dict[type[Any], dict[str, Any]] = {EngineConfig: {"model": model}, GpuConfig: {}}
-        for name, value in settings.items():
+        chosen: dict[type[Any], dict[str, Any]] = {EngineConfig: {}, GpuConfig: {}}
+        for name, value in {"model": model, **settings}.items():
             if name not in names:
                 near = get_close_matches(name, names, 1)
                 raise ConfigError(f"no setting {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-            cls_of, field_name = names[name]
-            chosen[cls_of][field_name] = value
+            cls_of, declared = names[name]
+            chosen[cls_of][declared.name] = checked_setting(name, value, declared)
         config, gpu = EngineConfig(**chosen[EngineConfig]), GpuConfig(**chosen[GpuConfig])
         with terminal_progress() as on_progress:
             parts = assemble(config, gpu=gpu, is_offline=True, on_progress=on_progress)
@@ -81,22 +87,26 @@ class OfflineModel:
     ) -> list[TokensAndParams]:  # fmt: skip
         """Token ids and parameters of each prompt. Raises InvalidRequestError: numbers differ, a bad grammar, no
         adapter in that folder."""
-        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(encoded)
-        if len(params) != len(encoded):
-            raise InvalidRequestError(f"{len(encoded)} prompts but {len(params)} sampling parameters", "params")
-        for grammar in {each.grammar for each in params if each.grammar}:
+        encoded = [self._encode(prompt) for prompt in prompt_list(prompts)]
+        chosen = params_list(params, len(encoded))
+        for grammar in {each.grammar for each in chosen if each.grammar}:
             check_grammar(grammar)
         name = _reference(adapter) if adapter else ""
-        return [(token_ids, each, name) for token_ids, each in zip(encoded, params, strict=True)]
+        return [(token_ids, each, name) for token_ids, each in zip(encoded, chosen, strict=True)]
 
     def encode_chat(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None) -> list[int]:
         """Token ids of a conversation in the model's own template. Raises InvalidRequestError when it has none."""
-        return self.tokenizer.apply_chat_template(list(messages), use=TemplateUse(variables=template_kwargs or {}))
+        return self.tokenizer.apply_chat_template(
+            message_list(messages), use=TemplateUse(variables=template_kwargs or {})
+        )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        try:
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        except TypeError:
+            raise InvalidRequestError("the prompt has half of a surrogate pair, which is no text", "prompt") from None
 
 
 def _reference(folder: str) -> str:
@@ -210,29 +220,15 @@ class _Answer:
         )
 
 
-def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as a tuple. Raises InvalidRequestError for an empty one, which is everywhere."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(stops):
-        raise InvalidRequestError("a stop string must not be empty", "stop")
-    return stops
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
 def _visible(token_ids: Sequence[int], stop_token_id: int | None) -> Sequence[int]:
     """Drop the token that ended the request."""
     return token_ids[:-1] if stop_token_id is not None and token_ids else token_ids
 
 
-def _setting_names(*classes: type[Any]) -> dict[str, tuple[type[Any], str]]:
+def _setting_names(*classes: type[Any]) -> dict[str, tuple[type[Any], Field[Any]]]:
     """Every name of a setting, as Python spells it -> (class, field): the field's own and its further flags."""
     return {
-        flag.removeprefix("--").replace("-", "_"): (cls, each.name)
+        flag.removeprefix("--").replace("-", "_"): (cls, each)
         for cls in classes
         for each in fields(cls)
         for flag in (each.name, *each.metadata.get("flags", ()))

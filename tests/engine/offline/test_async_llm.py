@@ -121,7 +121,7 @@ async def test_a_bad_prompt_ends_its_caller_alone(llm: AsyncLLM) -> None:
     text = await anext(stream)
     with pytest.raises(InvalidRequestError, match="vocabulary"):
         await llm.generate([[1, 2], [99999]], LONG)
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidRequestError, match="integers"):
         await llm.generate([["not", "tokens"]], LONG)  # type: ignore[arg-type]
     assert text + "".join([piece async for piece in stream]) == (await llm.generate("stays", SAMPLED))[0].text
     await assert_idle(llm)

@@ -235,6 +235,14 @@ def test_a_bad_prompt_starts_nothing() -> None:
         ({"kv_cache_gb": -1.0}, "kv-cache-gb"),
         ({"max_model_length": 5}, "no setting 'max_model_length': did you mean 'max_model_len'"),
         ({"gpu_memory_utilization": 2.0}, "--gpu-memory-fraction must be"),  # vLLM's name of it
+        ({"device": "tpu"}, "device 'tpu': choose one of auto, cpu, cuda"),
+        ({"dtype": "float8"}, "dtype 'float8': choose one of"),
+        ({"dtype": None}, "dtype must be a text, not None"),
+        ({"tp": "2"}, "tp must be an integer, not '2'"),
+        ({"num_gpu_blocks": 1.5}, "num_gpu_blocks must be an integer, not 1.5"),
+        ({"kv_cache_gb": "1"}, "kv_cache_gb must be a number"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False"),
+        ({"model": None}, "model must be a text"),
     ],
 )
 def test_settings_that_cannot_work_say_so(settings: dict[str, Any], message: str) -> None:
