@@ -165,6 +165,8 @@ class AsyncLLM:
         with self._closing:
             if self._is_closed:
                 raise _closed()
+            if not self._thread.is_alive():
+                raise UnavailableError("a forked process does not have the engine's thread: make the AsyncLLM in it")
             self._commands.put(lambda: self._start(caller, asked))
         return caller
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -63,6 +64,21 @@ async def test_a_stop_string_ends_one_answer_of_several(llm: AsyncLLM) -> None:
     assert other.text == whole[1].text.partition(stop)[0]
     assert "".join([piece async for piece in llm.stream(PROMPTS[0], SAMPLED, stop=stop)]) == cut.text
     await assert_idle(llm)
+
+
+async def test_a_forked_process_hears_that_it_has_no_engine(llm: AsyncLLM) -> None:
+    read_end, write_end = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            with pytest.raises(UnavailableError, match="make the AsyncLLM in it"):
+                asyncio.new_event_loop().run_until_complete(asyncio.wait_for(llm.generate("a", SAMPLED), 20))
+            os.write(write_end, b"refused")
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as answer:
+        assert await asyncio.to_thread(answer.read) == b"refused"
+    os.waitpid(pid, 0)
 
 
 async def test_callers_of_several_event_loops(llm: AsyncLLM) -> None:
