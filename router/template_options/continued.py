@@ -21,13 +21,13 @@ class ContinuedMessage(TemplateUse):
             raise InvalidRequestError(
                 "continue_final_message needs a final assistant message with text", "continue_final_message"
             )
-        return [*messages[:-1], {**last, "content": content + _END_OF_FINAL_MESSAGE}]
+        return [*messages[:-1], {**last, "content": f"{content}{_END_OF_FINAL_MESSAGE} "}]
 
     def after(self, text: str) -> str:
-        text, mark, _ = text.rpartition(_END_OF_FINAL_MESSAGE)
+        text, mark, after = text.rpartition(_END_OF_FINAL_MESSAGE)
         if not mark:
             raise InvalidRequestError(
                 "continue_final_message: the model's chat template does not show the final message",
                 "continue_final_message",
             )
-        return text
+        return text if after.startswith(" ") else text.rstrip()  # a template that trims texts trims this one, too

@@ -200,6 +200,9 @@ def test_continue_final_message_ends_with_it() -> None:
     assert token_ids.count(2) == 2  # of the system and the user message only
     with pytest.raises(InvalidRequestError):
         SMOL.apply_chat_template(MESSAGES, use=ContinuedMessage())
+    trimming = SMOL.with_templates({"default": "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"})
+    token_ids = trimming.apply_chat_template(messages, use=ContinuedMessage(False))  # as Llama 3's and Gemma's
+    assert trimming.decode(token_ids, skip_special=False) == "[What is 2+2?][The answer <|im_end|> is"
 
 
 @pytest.mark.parametrize(
