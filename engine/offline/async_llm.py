@@ -99,16 +99,7 @@ class AsyncLLM:
         UnavailableError after `close`.
         """
         asked = await asyncio.to_thread(self._model.encode, prompts, params, adapter)  # a long prompt takes a while
-        answers = Answers(len(asked), self.tokenizer, stop)
-        caller = self._open(asked)
-        try:
-            while answers.num_open:
-                output = await caller.receive()
-                if answers.add(output):
-                    self._leave(caller, [output.request])
-        finally:
-            self._leave(caller)
-        return answers.completions(caller.requests)
+        return await self._answer(asked, stop, continues=True)
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, stop: str | Sequence[str] = (), adapter: str = ""
@@ -119,7 +110,7 @@ class AsyncLLM:
         the generation goes on until the iterator is garbage collected.
         """
         asked = await asyncio.to_thread(self._model.encode, [prompt], params, adapter)
-        text = TextStream(self.tokenizer, stop_strings(stop))
+        text = TextStream(self.tokenizer, stop_strings(stop), continues=True)
         caller = self._open(asked)
         try:
             while not text.has_ended:
@@ -138,7 +129,8 @@ class AsyncLLM:
     ) -> Completion:
         """Answer a conversation in the model's own chat template, as `LLM.chat` does. Raises like `generate`."""
         prompt = await asyncio.to_thread(self._model.encode_chat, messages, chat_template_kwargs)
-        return (await self.generate(prompt, params, stop, adapter))[0]
+        asked = await asyncio.to_thread(self._model.encode, prompt, params, adapter)
+        return (await self._answer(asked, stop, continues=False))[0]
 
     async def embed(
         self,
@@ -157,6 +149,20 @@ class AsyncLLM:
         finally:
             self._leave(caller)
         return vectors.embeddings(caller.requests)
+
+    async def _answer(
+        self, asked: Sequence[TokensAndParams], stop: str | Sequence[str], continues: bool
+    ) -> list[Completion]:
+        answers = Answers(len(asked), self.tokenizer, stop, continues)
+        caller = self._open(asked)
+        try:
+            while answers.num_open:
+                output = await caller.receive()
+                if answers.add(output):
+                    self._leave(caller, [output.request])
+        finally:
+            self._leave(caller)
+        return answers.completions(caller.requests)
 
     # -- on the callers' side --------------------------------------------------------------------------------
 

@@ -58,17 +58,7 @@ class LLM:
         `enable_lora`.
         Raises InvalidRequestError for a prompt that cannot work (none is started then), EngineError when one fails.
         """
-        asked = self._model.encode(prompts, params, adapter)
-        answers = Answers(len(asked), self.tokenizer, stop)
-        requests, mailbox = self._open(asked)
-        try:
-            while answers.num_open:
-                output = self._receive(mailbox)
-                if answers.add(output):
-                    self._leave([output.request])
-        finally:
-            self._leave(requests)
-        return answers.completions(requests)
+        return self._answer(self._model.encode(prompts, params, adapter), stop, continues=True)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, stop: str | Sequence[str] = (), adapter: str = ""
@@ -78,7 +68,7 @@ class LLM:
         Starts with the first `next`. Closing the iterator, or dropping it, ends the generation and frees its blocks.
         Raises, at the first `next`, InvalidRequestError; later EngineError.
         """
-        text = TextStream(self.tokenizer, stop_strings(stop))
+        text = TextStream(self.tokenizer, stop_strings(stop), continues=True)
         requests, mailbox = self._open(self._model.encode([prompt], params, adapter))
         try:
             while not text.has_ended:
@@ -99,7 +89,8 @@ class LLM:
 
         chat_template_kwargs: variables that the template knows, such as `enable_thinking`.
         """
-        return self.generate(self._model.encode_chat(messages, chat_template_kwargs), params, stop, adapter)[0]
+        prompt = self._model.encode_chat(messages, chat_template_kwargs)
+        return self._answer(self._model.encode(prompt, params, adapter), stop, continues=False)[0]
 
     def embed(
         self,
@@ -122,6 +113,20 @@ class LLM:
         finally:
             self._leave(requests)
         return vectors.embeddings(requests)
+
+    def _answer(
+        self, asked: Sequence[TokensAndParams], stop: str | Sequence[str], continues: bool
+    ) -> list[Completion]:
+        answers = Answers(len(asked), self.tokenizer, stop, continues)
+        requests, mailbox = self._open(asked)
+        try:
+            while answers.num_open:
+                output = self._receive(mailbox)
+                if answers.add(output):
+                    self._leave([output.request])
+        finally:
+            self._leave(requests)
+        return answers.completions(requests)
 
     # -- taking turns at the engine --------------------------------------------------------------------------
 

@@ -122,12 +122,15 @@ def _reference(folder: str) -> str:
 
 
 class TextStream:
-    """The text of one request as its outputs come, until it ends or holds a stop string."""
+    """The text of one request as its outputs come, until it ends or holds a stop string.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    continues: it continues the prompt's text, so a space before its first word is its own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], continues: bool) -> None:
         self.has_ended = False
         self.num_tokens = 0
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(continues=continues)
         self._matcher = StopStringMatcher(stops) if stops else None
 
     @property
@@ -160,18 +163,21 @@ class TextStream:
 
 
 class Answers:
-    """The outputs of one `generate` call, until every prompt is answered."""
+    """The outputs of one `generate` or `chat` call, until every prompt is answered. continues: as in `TextStream`."""
 
-    def __init__(self, num_prompts: int, tokenizer: Tokenizer, stop: str | Sequence[str]) -> None:
+    def __init__(self, num_prompts: int, tokenizer: Tokenizer, stop: str | Sequence[str], continues: bool) -> None:
         """Raise InvalidRequestError for stop strings that cannot work."""
         self.num_open = num_prompts
         self._tokenizer = tokenizer
         self._stops = stop_strings(stop)
+        self._continues = continues
         self._answers: dict[RequestId, _Answer] = {}
 
     def add(self, output: RequestOutput) -> bool:
         """Take an output; whether its request is answered before the engine knows, so that it is to be aborted."""
-        answer = self._answers.setdefault(output.request.request_id, _Answer(self._tokenizer, self._stops))
+        answer = self._answers.setdefault(
+            output.request.request_id, _Answer(self._tokenizer, self._stops, self._continues)
+        )
         if answer.has_ended:
             return False  # sampled before the request was aborted
         answer.add(output)
@@ -186,10 +192,10 @@ class Answers:
 class _Answer:
     """One prompt's outputs so far. Without stop strings its text is made at the end, of all tokens at once."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], continues: bool) -> None:
         self.has_ended = False
-        self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer, stops) if stops else None
+        self._tokenizer, self._continues = tokenizer, continues
+        self._stream = TextStream(tokenizer, stops, continues) if stops else None
         self._pieces: list[str] = []
         self._outputs: list[RequestOutput] = []
 
@@ -204,13 +210,15 @@ class _Answer:
         last, stream = self._outputs[-1], self._stream
         token_ids = [token_id for output in self._outputs for token_id in output.new_token_ids]
         logprobs = [entry for output in self._outputs for entry in output.logprobs]
-        text = "".join(self._pieces) if stream else self._tokenizer.decode(_visible(token_ids, last.stop_token_id))
+        if not stream:
+            detokenizer = self._tokenizer.detokenizer(continues=self._continues)
+            self._pieces += detokenizer.push(_visible(token_ids, last.stop_token_id)), detokenizer.finish()
         stop_string = stream.stop_string if stream else None
         if stream and stop_string:
             del token_ids[stream.num_tokens :], logprobs[stream.num_tokens :]
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
-            text=text,
+            text="".join(self._pieces),
             token_ids=token_ids,
             finish_reason="stop" if stop_string or last.finish_reason is None else last.finish_reason.value,
             num_cached_tokens=request.num_cached_tokens,

@@ -66,6 +66,14 @@ async def test_a_stop_string_ends_one_answer_of_several(llm: AsyncLLM) -> None:
     await assert_idle(llm)
 
 
+async def test_a_text_is_continued_with_its_first_space(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer.table, "strips_prefix_space", True)  # as with SentencePiece
+    params = SamplingParams(max_tokens=3, temperature=0.0, logit_bias=((ord(" "), 100.0),))
+    assert (await llm.generate("a", params))[0].text == "   "
+    assert "".join([piece async for piece in llm.stream("a", params)]) == "   "
+    assert (await llm.chat([{"role": "user", "content": "a"}], params)).text == "  "
+
+
 async def test_a_forked_process_hears_that_it_has_no_engine(llm: AsyncLLM) -> None:
     read_end, write_end = os.pipe()
     if (pid := os.fork()) == 0:

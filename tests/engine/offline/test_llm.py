@@ -86,6 +86,17 @@ def test_answers_end_with_the_ends_of_sequence_of_config_and_tokenizer(tmp_path:
         assert (answer.token_ids, answer.finish_reason) == ([end], "stop")
 
 
+def test_a_text_is_continued_with_its_first_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `/v1/completions` and vLLM: 'The sky is' by ' blue'."""
+    llm = make()
+    monkeypatch.setattr(llm.tokenizer.table, "strips_prefix_space", True)  # as with SentencePiece
+    params = SamplingParams(max_tokens=3, temperature=0.0, logit_bias=((ord(" "), 100.0),))
+    assert [answer.text for answer in llm.generate(["a", "b"], params)] == ["   ", "   "]
+    assert llm.generate("a", params, stop="x")[0].text == "   "
+    assert "".join(llm.stream("a", params)) == "   "
+    assert llm.chat([{"role": "user", "content": "a"}], params).text == "  "
+
+
 def test_a_stop_string_ends_an_answer_before_itself() -> None:
     llm = make()
     whole = llm.generate(PROMPTS, GREEDY)
