@@ -100,11 +100,19 @@ def _add_special_tokens(backend: Tokenizer, metadata: Mapping[str, Any], tokens:
         [AddedToken(token, special=True, normalized=False, rstrip=token in strips) for token in control]
     )
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
-    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
     by_default = metadata.get("tokenizer.ggml.model") == "llama" or _cutting(metadata).adds_bos
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", by_default)
-    if add_bos and isinstance(bos_id, int) and bos_id < len(tokens):
-        bos = tokens[bos_id]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 $B:0", special_tokens=[(bos, bos_id)]
-        )
+    wrapped = ["$A"]
+    if bos := _named_token(metadata, tokens, "bos", by_default):
+        wrapped = [bos, *wrapped]
+    if eos := _named_token(metadata, tokens, "eos", False):  # of models for embeddings
+        wrapped = [*wrapped, eos]
+    if len(wrapped) > 1:
+        special_tokens = [(token, tokens.index(token)) for token in {*wrapped} - {"$A"}]
+        backend.post_processor = processors.TemplateProcessing(wrapped, None, special_tokens)
+
+
+def _named_token(metadata: Mapping[str, Any], tokens: list[str], name: str, by_default: bool) -> str:
+    """Return the token with that name if the file puts it at an end of texts, else an empty text."""
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    is_added = metadata.get(f"tokenizer.ggml.add_{name}_token", by_default)
+    return tokens[token_id] if is_added and isinstance(token_id, int) and token_id < len(tokens) else ""

@@ -88,6 +88,16 @@ def test_bos_and_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == (259,)
 
 
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_text_may_end_with_the_eos_token(adds_bos: bool, tmp_path: Path) -> None:
+    """Qwen3-Embedding's vectors are those of this token."""
+    flags = {"tokenizer.ggml.add_eos_token": True, "tokenizer.ggml.add_bos_token": adds_bos}
+    metadata = byte_level("qwen2", **{"tokenizer.ggml.bos_token_id": 258, **flags})
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", metadata))
+    assert tokenizer.encode("ab", add_special_tokens=True) == [258] * adds_bos + [257, 259]
+    assert tokenizer.encode("ab") == [257]
+
+
 @pytest.mark.parametrize(
     ("pre", "flag", "is_added"),
     [("falcon3", None, True), ("tekken", None, True), ("llama-bpe", False, False), ("qwen2", None, False)],
