@@ -22,12 +22,13 @@ def tokenizer_of_file(path: Path) -> Tokenizer:
     metadata = read_gguf(path).metadata
     backend = backend_from_metadata(metadata)
     added = backend.get_added_tokens_decoder()
-    template = metadata.get("tokenizer.chat_template")
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    templates = {name: metadata[key] for name, key in keys.items() if isinstance(metadata.get(key), str)}
     return Tokenizer(
         backend,
         bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos_token_ids(metadata, {each.content: index for index, each in added.items()}),
-        templates={"default": template} if isinstance(template, str) else {},
+        templates=templates,
     )
 
 

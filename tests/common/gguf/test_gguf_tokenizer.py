@@ -98,6 +98,15 @@ def test_a_text_may_end_with_the_eos_token(adds_bos: bool, tmp_path: Path) -> No
     assert tokenizer.encode("ab") == [257]
 
 
+def test_a_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    """As converters write the named templates of tokenizer_config.json."""
+    templates = {"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "T{{ tools }}"}
+    metadata = byte_level("default", **templates, **{"tokenizer.chat_templates": ["tool_use"]})
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", metadata))
+    assert tokenizer.templates == {"default": "D", "tool_use": "T{{ tools }}"}
+    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "a"}])) == "D"
+
+
 @pytest.mark.parametrize(
     ("pre", "flag", "is_added"),
     [("falcon3", None, True), ("tekken", None, True), ("llama-bpe", False, False), ("qwen2", None, False)],
