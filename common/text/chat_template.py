@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
@@ -24,21 +24,32 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.errors import InvalidRequestError, UnsupportedModelError
 
 _PRIVATE_USE_START, _PRIVATE_USE_COUNT = 0xF0000, 0xFFFE
+# What templates raise on messages that they were not written for.
+_TEMPLATE_FAILURES = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 NO_TEXT = "(?!)"  # a pattern that matches nothing
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks assistant text for training; here it is replaced by its body."""
+    """`{% generation %}` marks assistant text for training; here it is replaced by its body, a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by the base class
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 def _raise_exception(message: str) -> None:
     raise InvalidRequestError(f"the model's chat template refuses these messages: {message}", "messages")
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Write JSON as transformers' filter does: Jinja's own escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(pattern: str) -> str:
@@ -53,7 +64,7 @@ def _compiled(source: str) -> tuple[Template, frozenset[str]]:
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
     )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own would escape it for HTML
+    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source), frozenset(meta.find_undeclared_variables(environment.parse(source)))
@@ -117,8 +128,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"chat_template_kwargs: {conflicts[0]} cannot be set", "chat_template_kwargs")
         try:
             text = self._template.render({**variables, **standard})
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            # Templates raise these on messages that they were not written for.
+        except _TEMPLATE_FAILURES as error:
             raise InvalidRequestError(
                 f"the model's chat template cannot be applied to these messages ({type(error).__name__})",
                 "messages",

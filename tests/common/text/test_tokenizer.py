@@ -213,6 +213,7 @@ def test_continue_final_message_ends_with_it() -> None:
         ("{{ ''.__class__.__mro__ }}", "cannot be applied"),
         ("{{ messages.append(1) }}", "cannot be applied"),
         ("{{ undefined_function() }}", "cannot be applied"),
+        ("{{ range(10 ** 6) }}", "cannot be applied"),
     ],
 )
 def test_template_failures_are_the_requests(template: str, error: str) -> None:
@@ -224,12 +225,13 @@ def test_template_failures_are_the_requests(template: str, error: str) -> None:
 def test_what_templates_of_hugging_face_expect() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m | tojson }}"
-        "{% generation %}[{{ eos_token }}]{% endgeneration %}{% break %}{% endfor %}{{ strftime_now('%Y') | length }}"
+        "{% generation %}{% set end = eos_token %}[{{ end }}]{% endgeneration %}{{ end is defined }}{% break %}"
+        "{% endfor %}{{ strftime_now('%Y') | length }}{{ {'b': 1, 'a': 'é'} | tojson(true, none, (',', ':'), true) }}"
     )
     tokenizer = Tokenizer(SMOL._backend, bos_id=1, eos_token_ids=[2], templates={"default": template})
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "<é>"}, *MESSAGES]
     text = tokenizer.decode(tokenizer.apply_chat_template(messages), skip_special=False)
-    assert text == '{"role": "user", "content": "<é>"}[<|im_end|>]4'
+    assert text == r'{"role": "user", "content": "<é>"}[<|im_end|>]False4{"a":"\u00e9","b":1}'
 
 
 def test_a_broken_template_is_refused_at_start() -> None:
