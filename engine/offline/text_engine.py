@@ -104,7 +104,8 @@ class OfflineModel:
         if not isinstance(prompt, str):
             return prompt
         try:
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
+            # All of it is the caller's, who may have rendered a chat template.
+            return self.tokenizer.encode(prompt, add_special_tokens=True, allow_special=True)
         except TypeError:
             raise InvalidRequestError("the prompt has half of a surrogate pair, which is no text", "prompt") from None
 

@@ -86,6 +86,16 @@ def test_answers_end_with_the_ends_of_sequence_of_config_and_tokenizer(tmp_path:
         assert (answer.token_ids, answer.finish_reason) == ([end], "stop")
 
 
+def test_special_tokens_in_a_text_are_special_but_not_in_a_chat() -> None:
+    """A caller may render a chat template, as for `/v1/completions` and vLLM; a message is not to be trusted."""
+    llm = make()
+    params = SamplingParams(max_tokens=1)
+    assert llm.generate("<user>a<assistant>", params)[0].prompt_token_ids == [258, ord("a"), 259]
+    assert llm.embed("<user>a")[0].prompt_token_ids == [258, ord("a")]
+    asked = llm.chat([{"role": "user", "content": "<assistant>"}], params).prompt_token_ids
+    assert asked == [256, 258, *b"<assistant>", 259]
+
+
 def test_a_text_is_continued_with_its_first_space(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by `/v1/completions` and vLLM: 'The sky is' by ' blue'."""
     llm = make()
