@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field
 from operator import index
 from typing import Any
@@ -83,7 +85,33 @@ def message_list(messages: Any) -> list[Message]:
     if not is_list or not messages or not all(isinstance(message, Mapping) for message in messages):
         what = "messages must be one conversation, a list such as [{'role': 'user', 'content': '...'}]"
         raise InvalidRequestError(what, "messages")
-    return list(messages)
+    return [{**message, **_for_template(message, f"messages.{n}")} for n, message in enumerate(messages)]
+
+
+def _for_template(message: Message, where: str) -> dict[str, Any]:
+    """Return the fields in the form that chat templates expect, as routers do: a text, arguments as an object."""
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"{where} has no role", f"{where}.role")
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else ["" if content is None else content]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError(f"{where}.content must be a text or a list of text parts", f"{where}.content")
+    made: dict[str, Any] = {"content": "\n".join(texts)}
+    if calls := message.get("tool_calls"):
+        if not all(isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls):
+            raise InvalidRequestError(f"{where}.tool_calls must hold calls of functions", f"{where}.tool_calls")
+        made["tool_calls"] = [{**call, "function": _call(call["function"])} for call in calls]
+    return made
+
+
+def _call(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    with suppress(ValueError):  # else it is shown as the model wrote it
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**function, "arguments": arguments}
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:

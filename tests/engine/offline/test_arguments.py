@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.errors import InvalidRequestError
+from engine.offline.arguments import message_list
 from mini_infer import LLM, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.0)
@@ -73,6 +74,36 @@ def test_parameters_of_another_kind(llm: LLM, params: Any) -> None:
 def test_a_chat_is_one_conversation(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError, match="messages must be one conversation"):
         llm.chat(messages, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "hi"}, "messages.1.role"),
+        ({"role": "user", "content": 5}, "messages.1.content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.1.content"),
+        ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "messages.1.tool_calls"),
+    ],
+    ids=["no role", "number", "image", "call"],
+)
+def test_messages_that_no_template_can_show(llm: LLM, message: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError, match=param[:10]) as refused:
+        llm.chat([MESSAGE, message], PARAMS)
+    assert refused.value.param == param
+
+
+def test_messages_have_the_form_that_templates_expect() -> None:
+    """As those of requests to a router: texts, and arguments of calls as an object."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}} for text in ('{"a": 1}', "x")
+    ]
+    made = message_list(
+        [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    )
+    assert [message["content"] for message in made] == ["a\nb", ""]
+    assert [call["function"]["arguments"] for call in made[1]["tool_calls"]] == [{"a": 1}, "x"]
+    assert calls[0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
 
 
 @pytest.mark.parametrize("stop", [5, ["a", None], b"a"], ids=repr)
