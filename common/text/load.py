@@ -60,7 +60,8 @@ def _from_directory(folder: Path) -> Tokenizer:
         backend = Backend.from_str(_read_text(path))
     except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file it cannot parse
         raise UnsupportedModelError(f"{path} is not a readable tokenizer: {error}") from None
-    config = _read_json(folder / "tokenizer_config.json")
+    # Of older models only special_tokens_map.json names the special tokens.
+    config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
     generation = _read_json(folder / "generation_config.json")
     named = {}
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):

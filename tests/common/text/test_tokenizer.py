@@ -284,6 +284,13 @@ def test_directory(directory: Path) -> None:
     assert tokenizer.apply_chat_template(MESSAGES, tools=[{}]) == [ord("A")]
 
 
+def test_special_tokens_that_only_the_older_file_names(directory: Path) -> None:
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (directory / "special_tokens_map.json").write_text('{"bos_token": {"content": "<bos>"}, "eos_token": "<user>"}')
+    tokenizer = load_tokenizer(ModelFiles("x", "directory", directory))
+    assert (tokenizer.bos_id, tokenizer.eos_token_ids) == (256, (257,))
+
+
 @pytest.mark.parametrize(
     ("fields", "is_added"),
     [
