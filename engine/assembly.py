@@ -52,8 +52,8 @@ class EngineParts:
     config: EngineConfig  # without automatic values
     cuda_graphs: bool
 
-    def tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer; the engine then stops at the ends of sequence that it names, too."""
+    def use_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer. From now on the engine also stops at the ends of sequence that it names."""
         tokenizer = self.loaded.tokenizer()
         self.engine.eos_token_ids |= frozenset(tokenizer.eos_token_ids)
         return tokenizer

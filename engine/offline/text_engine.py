@@ -79,7 +79,7 @@ class OfflineModel:
         config, gpu = EngineConfig(**chosen[EngineConfig]), GpuConfig(**chosen[GpuConfig])
         with terminal_progress() as on_progress:
             parts = assemble(config, gpu=gpu, is_offline=True, on_progress=on_progress)
-        return cls(parts.engine, parts.tokenizer(), parts.loaded.config)
+        return cls(parts.engine, parts.use_tokenizer(), parts.loaded.config)
 
     def encode(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,

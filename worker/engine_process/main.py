@@ -119,7 +119,7 @@ def _engine_info(parts: EngineParts, memory: SharedPoolMemory, transports: Seque
         attention_backend=parts.runner.attention_backend,
         max_num_seqs=parts.config.max_num_seqs,
         kv_layout=str(geometry.layout),
-        tokenizer_hash=parts.tokenizer().tokenizer_hash(),
+        tokenizer_hash=parts.use_tokenizer().tokenizer_hash(),
     )
 
 
