@@ -17,6 +17,7 @@ from common.tools.tool_parser import Schema, ToolFormat
 from router.grammar.answer_format import answer_grammar, checked_grammar, followed_schema, json_answer_schema
 from router.tools.tools import NamedTool, Tool, ToolFields, is_forced
 
+_ONE_CALL = "only supports single tool-calls"  # Llama 3's templates refuse a message with several
 ANY_OBJECT: Schema = {"type": "object"}
 
 
@@ -44,6 +45,7 @@ async def tool_use(body: ToolFields, num_choices: int, tokenizer: Tokenizer, par
     markers = {text: tokenizer.special_id_of.get(text) for text in (*written.markers, *written.silent)}
     special = {text: token_id for text, token_id in markers.items() if token_id is not None}
     is_parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    is_parallel = is_parallel and _ONE_CALL not in tokenizer.tool_template
     grammar, unfollowed = await _grammar(body, num_choices, written, is_parallel, special)
     return ToolUse(
         written,

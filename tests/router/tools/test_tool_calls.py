@@ -107,6 +107,22 @@ async def test_tools_reach_the_template_and_results_come_back(no_arguments: str)
         assert prompt.endswith(f"[user]Hello[assistant]\n{TWO}[tool]noon[assistant]")
 
 
+async def test_where_a_template_takes_one_call_an_answer_has_one() -> None:
+    shown = (
+        "{% for m in messages if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}[call]{% endfor %}"
+    )
+    call = '{"name": "get_time", "parameters": {}}'
+    async with replying(f"{call}; {call}", template=LLAMA3_TEMPLATE + shown) as c:
+        for fields in ({}, {"tool_choice": "required"}):
+            message = (await ask(c, **fields)).choices[0].message
+            assert [each.function.name for each in message.tool_calls] == ["get_time"]
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "noon"}
+            await ask(c, messages=[*MESSAGES, message.model_dump(exclude_none=True), result])
+    async with replying(f"{call}; {call}", template=LLAMA3_TEMPLATE) as c:
+        assert len((await ask(c)).choices[0].message.tool_calls) == 2
+
+
 MISTRAL_TEMPLATE = """{{ tools }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or () %}
 {%- if call.id | length != 9 %}{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
 {%- endif %}[TOOL_CALLS]{{ call | tojson }}{% endfor %}{% endfor %}"""
