@@ -166,7 +166,8 @@ class _MarkupGuard:
             tail = breaker if value.endswith(self._heads) else ""
             return head + self._broken_inside(value, breaker) + tail
         if isinstance(value, Mapping):
-            return {self._broken_inside(key, breaker): self._broken(item, breaker) for key, item in value.items()}
+            made = {self._broken_inside(key, breaker): self._broken(item, breaker) for key, item in value.items()}
+            return type(value)(made) if isinstance(value, dict) else made
         if isinstance(value, list | tuple):
             return [self._broken(item, breaker) for item in value]
         return value

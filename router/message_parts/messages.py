@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,16 @@ class RefusalPart(Body):
         return self.refusal
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object, and its JSON where a template joins it to a text, as DeepSeek-V3's does."""
+
+    def __add__(self, text: str) -> str:
+        return json.dumps(self, ensure_ascii=False) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + json.dumps(self, ensure_ascii=False)
+
+
 class FunctionCall(Body):
     name: Label
     arguments: str
@@ -34,12 +45,12 @@ class FunctionCall(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates expect: arguments are an object."""
         if not self.arguments.strip():  # how some models and clients write that there are none
-            return {"name": self.name, "arguments": {}}
+            return {"name": self.name, "arguments": Arguments()}
         try:
             arguments = orjson.loads(self.arguments)
         except orjson.JSONDecodeError:
             arguments = self.arguments  # not JSON, as a model may have written; the template shows it as it is
-        return {"name": self.name, "arguments": arguments}
+        return {"name": self.name, "arguments": Arguments(arguments) if isinstance(arguments, dict) else arguments}
 
 
 class ToolCall(Body):

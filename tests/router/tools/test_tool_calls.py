@@ -123,6 +123,23 @@ async def test_where_a_template_takes_one_call_an_answer_has_one() -> None:
         assert len((await ask(c)).choices[0].message.tool_calls) == 2
 
 
+@pytest.mark.parametrize("city", ["Malmö", "<eos>"])
+async def test_arguments_that_a_template_joins_to_texts_are_json(city: str) -> None:
+    """DeepSeek-V3's does, unlike others, which write an object themselves."""
+    template = (
+        "{{ tools }}{% for m in messages %}{% for call in m.tool_calls or () %}{{ '<｜tool▁call▁begin｜>' + "
+        "call.function.name + '\n```json\n' + call.function.arguments + '\n```' }}{% endfor %}{% endfor %}"
+    )
+    arguments = json.dumps({"city": city}, ensure_ascii=False)
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    said: Any = {"role": "assistant", "tool_calls": [call]}
+    result: Any = {"role": "tool", "tool_call_id": "1", "content": "Rain."}
+    async with replying("ok", template=template) as c:
+        answer = await ask(c, messages=[*MESSAGES, said, result], extra_body={"return_token_ids": True})
+        prompt = bytes(answer.prompt_token_ids).decode()
+        assert prompt.endswith(f"<｜tool▁call▁begin｜>get_weather\n```json\n{arguments}\n```")
+
+
 MISTRAL_TEMPLATE = """{{ tools }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or () %}
 {%- if call.id | length != 9 %}{{ raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
 {%- endif %}[TOOL_CALLS]{{ call | tojson }}{% endfor %}{% endfor %}"""
