@@ -15,7 +15,7 @@ from router.http.errors import ERROR_SHAPE, FIELD_NAMES
 from router.http.routes import Routes, json_response
 from router.messages_api.renderer import MessagesRenderer, error_shape
 from router.messages_api.schemas import MessagesBody, PromptBody
-from router.messages_api.translation import chat_fields, client_field
+from router.messages_api.translation import chat_fields, client_field, takes_system_messages
 
 MESSAGES_CHAT_BODY = with_fields(CHAT_BODY, "router.messages_api.schemas:ChatFields")
 
@@ -25,8 +25,9 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
         request.scope[ERROR_SHAPE] = error_shape
         arrival = time.monotonic()
         body = parse_body(MessagesBody, await read_json_object(request), request.scope)
-        fields = chat_fields(body)
-        request.scope[FIELD_NAMES] = [partial(client_field, body)]
+        takes_system = takes_system_messages(gateway.model_for(request, body.model).tokenizer)
+        fields = chat_fields(body, takes_system)
+        request.scope[FIELD_NAMES] = [partial(client_field, body, takes_system)]
         chat = parse_body(MESSAGES_CHAT_BODY, fields)
         return await gateway.chat(
             request, chat, arrival, lambda _, options, tokenizer: MessagesRenderer(options, tokenizer, body)
@@ -35,8 +36,9 @@ def add_message_routes(routes: Routes, gateway: Gateway) -> None:
     async def count_tokens(request: Request) -> Response:
         request.scope[ERROR_SHAPE] = error_shape
         body = parse_body(PromptBody, await read_json_object(request))
-        fields = chat_fields(body)
-        request.scope[FIELD_NAMES] = [partial(client_field, body)]
+        takes_system = takes_system_messages(gateway.model_for(request, body.model).tokenizer)
+        fields = chat_fields(body, takes_system)
+        request.scope[FIELD_NAMES] = [partial(client_field, body, takes_system)]
         chat = parse_body(CHAT_BODY, fields)
         model = gateway.model_for(request, chat.model)
         features = await FEATURES.of(chat, 1, model.tokenizer, gateway.config, request.scope)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate, chain
 from typing import Any
 
 import orjson
 
 from common.errors import InvalidRequestError
+from common.text.tokenizer import Tokenizer
 from router.messages_api.schemas import (
     AnyBlock,
     InputMessage,
@@ -29,6 +31,7 @@ _BLOCKS: dict[str, tuple[type[AnyBlock], ...]] = {
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }
+_PROBE = "one system message"
 _BILLING_LABEL = "x-anthropic-billing-header:"
 # Patterns of a chat completion's fields, and the fields of this API that they come from.
 _NAMES = (
@@ -40,12 +43,26 @@ _NAMES = (
 )
 
 
-def chat_fields(body: PromptBody) -> dict[str, Any]:
-    """Return the chat completion's body for a request. Raises InvalidRequestError."""
+@cache
+def takes_system_messages(tokenizer: Tokenizer) -> bool:
+    """Whether the model's chat template shows a system message that follows others."""
+    said = [("user", "a"), ("system", _PROBE), ("assistant", "b"), ("user", "c")]
+    try:
+        token_ids = tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in said])
+    except InvalidRequestError:  # some templates refuse it, others leave it out
+        return False
+    return _PROBE in tokenizer.decode(token_ids)
+
+
+def chat_fields(body: PromptBody, takes_system: bool = True) -> dict[str, Any]:
+    """Return the chat completion's body for a request. Raises InvalidRequestError.
+
+    takes_system: see `takes_system_messages`; if not, these messages become parts of the user's.
+    """
     system = _system(body)
     messages = [
         *([{"role": "system", "content": system}] if system else []),
-        *chain.from_iterable(_chat_messages(body)),
+        *chain.from_iterable(_chat_messages(body, takes_system)),
     ]
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
     if body.messages[-1].role == "assistant":  # the answer continues its text
@@ -85,12 +102,12 @@ def chat_fields(body: PromptBody) -> dict[str, Any]:
     return fields
 
 
-def client_field(body: PromptBody, param: str) -> str:
+def client_field(body: PromptBody, takes_system: bool, param: str) -> str:
     """Return the client's field that a field of the chat completion comes from."""
     head, *path = param.split(".")
     if head == "messages" and path:
         index = int(path[0]) - bool(_system(body))
-        ends = accumulate(map(len, _chat_messages(body)))
+        ends = accumulate(map(len, _chat_messages(body, takes_system)))
         return f"messages.{next((i for i, end in enumerate(ends) if index < end), 0)}"
     for pattern, name in _NAMES:
         param = re.sub(pattern, name, param)
@@ -114,7 +131,7 @@ def _system(body: PromptBody) -> str:
     return _text([block for block in body.system if not block.text.startswith(_BILLING_LABEL)])
 
 
-def _chat_messages(body: PromptBody) -> list[list[dict[str, Any]]]:
+def _chat_messages(body: PromptBody, takes_system: bool) -> list[list[dict[str, Any]]]:
     """Return the chat messages for each message."""
     made = [list(_messages(message, f"messages.{index}.content")) for index, message in enumerate(body.messages)]
     last = max((index for index, message in enumerate(body.messages) if message.role == "user"), default=-1)
@@ -126,7 +143,24 @@ def _chat_messages(body: PromptBody) -> list[list[dict[str, Any]]]:
     for edit in (body.context_management and body.context_management.edits) or ():
         if edit.num_kept is not None:
             _clear_thinking(made, edit.num_kept)
+    if not takes_system:
+        _tell_as_user(made, is_first_kept=not _system(body))
     return made
+
+
+def _tell_as_user(made: Sequence[list[dict[str, Any]]], is_first_kept: bool) -> None:
+    """Turn system messages into texts of the user, and join the user's texts next to them, as templates expect."""
+    before: dict[str, Any] = {"role": ""}
+    for index, messages in enumerate(made):
+        for message in list(messages):
+            if message["role"] == "system" and not (is_first_kept and index == 0):
+                text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
+                message |= {"role": "user", "content": text}
+            if message["role"] == before["role"] == "user":
+                before["content"] += f"\n\n{message['content']}"
+                messages.remove(message)
+            else:
+                before = message
 
 
 def _clear_thinking(made: Sequence[Sequence[dict[str, Any]]], num_kept: int) -> None:

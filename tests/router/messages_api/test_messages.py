@@ -35,7 +35,7 @@ async def replying(text: str, **options: Any) -> AsyncIterator[tuple[Cluster, an
     import anthropic
 
     async with (
-        replying_cluster(text, template=TEMPLATE, **options) as c,
+        replying_cluster(text, **{"template": TEMPLATE, **options}) as c,
         anthropic.AsyncAnthropic(
             base_url=str(c.http.base_url), api_key=c.gateway.config.api_key or "none", max_retries=0
         ) as client,
@@ -276,6 +276,37 @@ def test_a_system_message_may_be_cleared_by_the_users_next_message(later: Any, i
     assert found[1] == {"role": "system", "content": "be brief"}
 
 
+PLAIN = "[{{ message.role }}]{{ message.content }}"
+IS_LATER = "message.role == 'system' and not loop.first"
+REFUSING = f"{{% for message in messages %}}{{% if {IS_LATER} %}}{{{{ x.y.z }}}}{{% endif %}}{PLAIN}{{% endfor %}}"
+FORGETFUL = f"{{% for message in messages %}}{{% if not ({IS_LATER}) %}}{PLAIN}{{% endif %}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize("template", [REFUSING, FORGETFUL, TEMPLATE])
+async def test_templates_without_later_system_messages_show_them_as_the_users(template: str) -> None:
+    import anthropic
+
+    reminder = {"role": "system", "content": "Now."}
+    messages = [*HELLO, reminder, {"role": "assistant", "content": "Hi."}, reminder, *HELLO]
+    async with replying("x", template=template) as (c, client):
+        await ask(client, system="Be brief.", messages=messages)
+        prompt = bytes(unpack_ids(c.decode[0].submits[0].prompt_token_ids)).decode()
+        told = "<system-reminder>\nNow.\n</system-reminder>"
+        if template is TEMPLATE:
+            expected = "[system]Be brief.[user]Hello[system]Now.[assistant]Hi.[system]Now.[user]Hello"
+        else:
+            expected = f"[system]Be brief.[user]Hello\n\n{told}[assistant]Hi.[user]{told}\n\nHello"
+        assert prompt.removesuffix("[assistant]") == expected
+        await ask(client, messages=[reminder, *HELLO])
+        prompt = bytes(unpack_ids(c.decode[0].submits[1].prompt_token_ids)).decode()
+        assert prompt.removesuffix("[assistant]") == "[system]Now.[user]Hello"
+        counted = await client.messages.count_tokens(model="dry-run", system="Be brief.", messages=messages)
+        assert counted.input_tokens == len(unpack_ids(c.decode[0].submits[0].prompt_token_ids))
+        wrong = [*HELLO, reminder, *HELLO, *RESULT]
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\.3: this tool result"):
+            await ask(client, messages=wrong)
+
+
 def test_a_message_of_the_user_is_never_cleared() -> None:
     with pytest.raises(InvalidRequestError, match="only system messages"):
         fields_of(messages=[{**HELLO[0], "clear_at": "next_user_message"}, *HELLO])
@@ -283,7 +314,7 @@ def test_a_message_of_the_user_is_never_cleared() -> None:
 
 def test_errors_name_the_message_even_if_one_before_it_is_cleared() -> None:
     body = MessagesBody.model_validate({"max_tokens": 9, "messages": [*HELLO, SYSTEM, *HELLO, *RESULT]})
-    assert client_field(body, "messages.2.tool_call_id") == "messages.3"
+    assert client_field(body, True, "messages.2.tool_call_id") == "messages.3"
 
 
 @pytest.mark.parametrize(
