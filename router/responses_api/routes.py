@@ -17,7 +17,7 @@ from common.errors import InvalidRequestError
 from common.text.tokenizer import Tokenizer
 from router.api.render import RenderOptions
 from router.features import CHAT_BODY, Features
-from router.gateway import Gateway
+from router.gateway import FEATURES, Gateway
 from router.http.answer import EVENT_STREAM_HEADERS
 from router.http.body import parse_body, read_json_object
 from router.http.errors import FIELD_NAMES
@@ -39,6 +39,7 @@ def add_response_routes(routes: Routes, gateway: Gateway) -> None:
     own, one = _Responses(gateway), "/v1/responses/{response_id}"
     routes.tasks.append(own.background.end_with_the_router)
     routes.add("POST", "/v1/responses", own.create, "the response to an input", ResponsesBody)
+    routes.add("POST", "/v1/responses/input_tokens", own.input_tokens, "the tokens of its prompt", ResponsesBody)
     events = {"stream": False, "starting_after": int}
     routes.add("GET", one, own.retrieve, "a response that was stored, or its events", query=events)
     routes.add("DELETE", one, own.delete, "forget it")
@@ -60,12 +61,8 @@ class _Responses:
         body = parse_body(ResponsesBody, await read_json_object(request), request.scope)
         if body.background and body.store is False:
             raise InvalidRequestError("a response in the background has to be stored", "background")
-        earlier: list[dict[str, Any]] = []
-        if body.previous_response_id is not None:
-            if self.background.get(body.previous_response_id) is not None:
-                raise InvalidRequestError("that response is not complete yet", "previous_response_id")
-            earlier = orjson.loads(self._store.get(body.previous_response_id).messages)
         body = self._resolved(body)
+        earlier = self._earlier(body)
         messages = [*earlier, *messages_of(body.input)]
         fields = chat_fields(body, messages)
         facts = _facts(body)
@@ -93,6 +90,26 @@ class _Responses:
         if body.stream:
             return StreamingResponse(running.events(0), headers=EVENT_STREAM_HEADERS | headers)
         return Response(running.snapshot(), headers=headers, media_type="application/json")
+
+    async def input_tokens(self, request: Request) -> Response:
+        body = self._resolved(parse_body(ResponsesBody, await read_json_object(request)))
+        earlier = self._earlier(body)
+        chat_body = chat_fields(body, [*earlier, *messages_of(body.input)])
+        request.scope[FIELD_NAMES] = [partial(client_field, body, len(earlier))]
+        chat = parse_body(CHAT_BODY, chat_body)
+        model = self._gateway.model_for(request, chat.model)
+        features = await FEATURES.of(chat, 1, model.tokenizer, self._gateway.config, request.scope)
+        num_tokens = len(await self._gateway.prompt_ids(model, chat, features))
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+    def _earlier(self, body: ResponsesBody) -> list[dict[str, Any]]:
+        """Return the messages up to the response that a request continues. Raises MiniInferError."""
+        if body.previous_response_id is None:
+            return []
+        if self.background.get(body.previous_response_id) is not None:
+            raise InvalidRequestError("that response is not complete yet", "previous_response_id")
+        messages: list[dict[str, Any]] = orjson.loads(self._store.get(body.previous_response_id).messages)
+        return messages
 
     def _resolved(self, body: ResponsesBody) -> ResponsesBody:
         """Replace references to stored items by the items. Raises NotFoundError."""

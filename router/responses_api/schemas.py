@@ -153,7 +153,8 @@ class ResponsesBody(ChatFields):
     input: Annotated[
         str | Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES)],
         Field(
-            description="a text, or a list of messages, function calls, their outputs, reasoning and item references"
+            description="a text, or a list of messages, function calls, their outputs, reasoning and item "
+            "references; only text parts are supported"
         ),
     ]
     instructions: str | None = None

@@ -299,6 +299,24 @@ async def test_a_built_in_tool_is_refused_with_advice() -> None:
         assert (refused.value.param, refused.value.code) == ("tools.1.type", "unsupported_parameter")
 
 
+async def test_input_tokens_are_those_of_the_response() -> None:
+    async with replying("Yes.", template=TEMPLATE) as c:
+        first = await ask(c)
+        fields: Any = {"previous_response_id": first.id, "tools": [WEATHER], "instructions": "Be brief."}
+        response = await ask(c, "And now?", **fields)
+        counted = await responses(c).input_tokens.count(model="dry-run", input="And now?", **fields)
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await responses(c).input_tokens.count(model="dry-run", input=[HELLO, RESULT])
+        assert refused.value.param == "input.1"
+
+
+async def test_an_image_is_refused_with_the_reason() -> None:
+    async with replying("x", template=TEMPLATE) as c:
+        with pytest.raises(openai.BadRequestError, match="only text parts are supported"):
+            await ask(c, [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}])
+
+
 async def test_vllms_fields_are_those_of_chats() -> None:
     async with replying("One. Two.", template=TEMPLATE) as c:
         fields = {
