@@ -157,7 +157,7 @@ async def test_the_continuation_of_a_message_keeps_its_first_space(monkeypatch: 
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The"}]
     async with cluster(script=Script(reply=list(b" sky"))) as c:
         assert text_of(await c.events()) == "sky"
-        continued = {"messages": messages, "continue_final_message": True}
+        continued: dict[str, Any] = {"messages": messages, "continue_final_message": True}
         assert text_of(await c.events(**continued)) == " sky"
         assert (await c.chat(**continued)).json()["choices"][0]["message"]["content"] == " sky"
 
