@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ from router.template_options.fields import TemplateKwargs
 
 
 class TokenizeBody(Body):
-    """POST /tokenize"""
+    """POST /tokenize. tools: as a chat completion takes them, which checks them."""
 
     model: Label | None = None
     prompt: str | None = None
@@ -22,6 +22,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
@@ -30,7 +31,21 @@ class TokenizeBody(Body):
             raise InvalidRequestError("give either prompt or messages", "prompt")
         if self.messages is not None:
             check_messages(self.messages)
+        elif self.tools:
+            raise InvalidRequestError("tools need messages", "tools")
         return self
+
+    @property
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of the chat completion with this conversation as its prompt."""
+        messages = [message.model_dump(exclude_unset=True) for message in self.messages or ()]
+        return {
+            "messages": messages,
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            **({"tools": self.tools} if self.tools else {}),
+        }
 
 
 class DetokenizeBody(Body):

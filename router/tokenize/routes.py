@@ -7,12 +7,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.prompts import chat_prompt, text_prompt
+from router.api.prompts import text_prompt
 from router.api.sampling import checked_ids
+from router.features import CHAT_BODY
 from router.gateway import Gateway
 from router.http.body import parse_body, read_json_object
 from router.http.routes import Routes, json_response
-from router.template_options.fields import template_use
 from router.tokenize.bodies import DetokenizeBody, TokenizeBody
 
 
@@ -22,16 +22,9 @@ def add_tokenize_routes(routes: Routes, gateway: Gateway) -> None:
         model = gateway.model_for(request, body.model)
         limits = model.limits()
         if body.messages is not None:
-            token_ids = await chat_prompt(
-                body.messages,
-                model.tokenizer,
-                limits,
-                template_use(
-                    body.add_generation_prompt and not body.continue_final_message,
-                    body.continue_final_message,
-                    body.chat_template_kwargs,
-                ),
-            )
+            chat = parse_body(CHAT_BODY, body.chat_fields)
+            features = await gateway.features(request, model, chat, 1)
+            token_ids = await gateway.prompt_ids(model, chat, features)
         elif body.prompt:
             token_ids = await text_prompt(body.prompt, model.tokenizer, limits, body.add_special_tokens)
         else:

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.harness.router import Cluster
+from common.token_ids import unpack_ids
+from tests.common.tools.tool_templates import HERMES_TEMPLATE
+from tests.harness.router import Cluster, replying
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MESSAGES = [{"role": "user", "content": "Hello"}]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
 async def test_ids_of_texts_and_conversations_and_back(c: Cluster) -> None:
@@ -24,10 +27,33 @@ async def test_ids_of_texts_and_conversations_and_back(c: Cluster) -> None:
     assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.wing("router.tools")
+async def test_the_ids_of_a_conversation_with_tools_are_those_of_its_prompt() -> None:
+    async with replying("Hi.", template=HERMES_TEMPLATE) as c:
+        fields = {"messages": MESSAGES, "tools": TOOLS}
+        found = (await c.http.post("/tokenize", json=fields)).json()["tokens"]
+        assert b'"name": "weather"' in bytes(token for token in found if token < 256)
+        await c.http.post("/v1/chat/completions", json=fields)
+        assert found == unpack_ids(c.decode[0].submits[0].prompt_token_ids)
+        refused = (
+            await c.http.post("/tokenize", json={"messages": MESSAGES, "tools": [{"type": "function"}]})
+        ).json()
+        assert refused["error"]["param"] == "tools.0.function"
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"tokens": [-1]}, {"tokens": [320]}, {"tokens": ["1"]}, {"tokens": 5}, {"prompt": 5}, {"messages": [5]}],
+    [
+        {},
+        {"prompt": "x", "tools": TOOLS},
+        {"tokens": [-1]},
+        {"tokens": [320]},
+        {"tokens": ["1"]},
+        {"tokens": 5},
+        {"prompt": 5},
+        {"messages": [5]},
+    ],
     ids=str,
 )
 async def test_what_is_refused(c: Cluster, path: str, fields: dict[str, Any]) -> None:
