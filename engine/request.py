@@ -41,7 +41,7 @@ class SamplingParams:
     min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0: off
+    top_k: int = 0  # 0: off, as is -1, which becomes 0
     min_p: float = 0.0
     presence_penalty: float = 0.0  # on generated tokens
     frequency_penalty: float = 0.0  # on generated tokens
@@ -77,6 +77,8 @@ class SamplingParams:
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be between 0 and max_tokens")
         require(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
         require(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
+        if self.top_k == -1:  # as older callers of vLLM write it
+            object.__setattr__(self, "top_k", 0)
         require(self.top_k >= 0, "top_k", "must be 0 (off) or positive")
         require(0.0 <= self.min_p <= 1.0, "min_p", "must be between 0 and 1")
         require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")

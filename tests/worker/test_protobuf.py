@@ -124,7 +124,7 @@ def test_zero_is_off() -> None:
 
 def test_what_the_dataclass_refuses_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="top_k"):
-        sampling_params(pb.SamplingParams(max_tokens=1, top_k=-1))
+        sampling_params(pb.SamplingParams(max_tokens=1, top_k=-2))
 
 
 def test_a_delta_with_everything() -> None:

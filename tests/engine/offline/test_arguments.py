@@ -139,6 +139,12 @@ def test_sampling_parameters_of_another_type(field: str, values: list[Any], mess
         assert refused.value.param == field
 
 
+def test_a_top_k_of_minus_one_is_off() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams()
+    with pytest.raises(InvalidRequestError, match="top_k must be 0"):
+        SamplingParams(top_k=-2)
+
+
 def test_numbers_of_numpy_and_lists_are_taken(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=np.int64(3),  # type: ignore[arg-type]
