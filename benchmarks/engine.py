@@ -52,12 +52,7 @@ class Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    try:
-        bench = open_bench(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options, bench = opened(argv)
     for batch in options.batch:
         report(decode_rounds(bench, prompt_lengths(options, batch), options.output, options.rounds), options.json)
     for num_tokens in options.prefill:
@@ -97,6 +92,16 @@ def prompt_lengths(options: argparse.Namespace, batch: int) -> list[int]:
     if options.trace:
         return trace_lengths(options.trace, batch, options.longest, seed=0)
     return [options.input] * batch
+
+
+def opened(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Bench]:
+    """Parse flags and load the model. Exits with status 2 and the reason for settings that cannot work."""
+    options = parse(argv)
+    try:
+        return options, open_bench(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def open_bench(options: argparse.Namespace) -> Bench:

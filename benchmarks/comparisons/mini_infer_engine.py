@@ -14,18 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.engine import Bench, identity, open_bench, parse, prefill_figures, prompt_lengths
+from benchmarks.engine import Bench, identity, opened, prefill_figures, prompt_lengths
 from benchmarks.harness import drain, report
-from common.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    try:
-        bench = open_bench(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options, bench = opened(argv)
     for batch in options.batch:
         report(batch_figures(bench, prompt_lengths(options, batch), options.output, options.rounds), True)
     for num_tokens in options.prefill:

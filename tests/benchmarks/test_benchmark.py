@@ -47,7 +47,9 @@ def test_the_pool_holds_a_batch_of_a_model_with_kv_groups(
 
 
 def test_a_model_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main(["--model", "/nowhere/at/all"]) == 2
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--model", "/nowhere/at/all"])
+    assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: model")
 
 
