@@ -76,7 +76,7 @@ class VllmServer(contextlib.AbstractContextManager["VllmServer"]):
         )
         try:
             self._wait()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: do not leave the server running
             self._stop()
             raise
         return self

@@ -174,6 +174,5 @@ class MessagesBody(PromptBody):
 class ChatFields(Body):
     """What the chat completions for messages have besides their usual fields."""
 
-    may_exceed_context: ClassVar[bool] = (
-        True  # Anthropic's API requires max_tokens, but clients do not know the context
-    )
+    # Anthropic's API requires max_tokens, but clients do not know the context.
+    may_exceed_context: ClassVar[bool] = True
